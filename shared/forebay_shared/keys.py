@@ -1,0 +1,64 @@
+"""Every Redis key and its life, as functions: the only strings with colons.
+
+Keys grow with processes, never with requests. All keys of one process share a hash tag, so that they
+sit in one slot of a Redis Cluster. A stream expires on its own when its owner stops renewing it, so
+a dead incarnation leaves nothing behind and needs no cleaner.
+"""
+
+LEASE_MS = 3_000
+"""A process that has not renewed its lease for this long is dead."""
+RENEW_S = 1.0
+STREAM_TTL_MS = 60_000
+"""Streams and cards of a dead incarnation vanish after this."""
+BLOB_TTL_MS = 3_600_000
+ROSTER_MAXLEN = 4_096
+WORK_MAXLEN = 65_536
+REPLY_MAXLEN = 65_536
+
+
+def work(worker: str) -> str:
+    """Stream: what gateways ask of one worker incarnation."""
+    return f"fb:{{w:{worker}}}:work"
+
+
+def worker_lease(worker: str) -> str:
+    return f"fb:{{w:{worker}}}:lease"
+
+
+def worker_card(worker: str) -> str:
+    """String: the worker's ModelCard, msgpack."""
+    return f"fb:{{w:{worker}}}:card"
+
+
+def metrics(process: str) -> str:
+    """String: a process's metrics snapshot, for the one scrape of the base URL."""
+    return f"fb:{{m:{process}}}:metrics"
+
+
+def digest(worker: str) -> str:
+    """Stream: numbered changes of the worker's set of block hashes."""
+    return f"fb:{{w:{worker}}}:digest"
+
+
+def reply(gateway: str) -> str:
+    """Stream: what workers answer to one gateway incarnation, one packed entry per step."""
+    return f"fb:{{g:{gateway}}}:reply"
+
+
+def gateway_lease(gateway: str) -> str:
+    return f"fb:{{g:{gateway}}}:lease"
+
+
+def roster() -> str:
+    """Stream: beacons and farewells of all workers."""
+    return "fb:{roster}:events"
+
+
+def members() -> str:
+    """Hash: worker incarnation -> last Beacon, the snapshot for a gateway that joins."""
+    return "fb:{roster}:members"
+
+
+def blob(sha256: str) -> str:
+    """String: a tokenizer or template by the hash of its content, zlib-compressed."""
+    return f"fb:{{b:{sha256}}}:blob"

@@ -1,0 +1,55 @@
+"""ModelCard: what a worker says of the model that it serves, enough for any gateway to speak for it.
+
+The tokenizer and the chat template travel by content hash (`keys.blob`), so that a gateway on
+another host needs no model files.
+"""
+
+from typing import Any
+
+import msgspec
+
+CAP_LOGPROBS = "logprobs"
+CAP_PROMPT_LOGPROBS = "prompt_logprobs"
+CAP_PENALTIES = "penalties"
+CAP_LOGIT_BIAS = "logit_bias"
+CAP_GRAMMAR = "grammar"
+CAP_GENERATE = "generate"
+CAP_EMBED = "embed"
+
+
+class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A served model. Two workers with equal `revision` give equal answers and share a prefix index.
+
+    Attributes:
+        names: public names, the first is the main one.
+        revision: hash over weights, config and dtype; the root of every block hash.
+        tokenizer: blob hash of tokenizer.json.
+        chat_template: blob hash of the Jinja source, None for a model without a chat template.
+        template_tokens: special tokens that templates read by name (bos_token, eos_token, …).
+        eos_token_ids: ids that end a sequence.
+        generation_defaults: sampling values of the model's generation_config.
+        max_model_len: prompt plus output, in tokens.
+        capabilities: what the engine can do (the CAP_ constants); the gateway refuses the rest.
+    """
+
+    names: tuple[str, ...]
+    revision: str
+    family: str
+    engine: str
+    tokenizer: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    created: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    chat_template: str | None = None
+    template_tokens: dict[str, str] = {}
+    generation_defaults: dict[str, Any] = {}
+    max_num_seqs: int = 256
+    max_queued: int = 1024
+    capabilities: frozenset[str] = frozenset({CAP_GENERATE})
+
+    @property
+    def name(self) -> str:
+        return self.names[0]

@@ -1,0 +1,129 @@
+"""Settings: one frozen struct per process; each field is a flag, an environment variable and a help text.
+
+A field `max_num_seqs` is `--max-num-seqs` and `FOREBAY_MAX_NUM_SEQS`; flags win over the environment.
+Secrets (`Secret`) are read from the environment or a flag and masked in every repr; a supervisor
+hands them to its children through the environment only. A bad value stops the process with one line
+that names the flag.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class Secret(str):
+    """A string that never shows itself."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "Secret('***')" if self else "Secret('')"
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One gateway process."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on")] = 8000
+    fd: Annotated[int, Meta(description="listen on this inherited socket instead")] = -1
+    redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = Secret(
+        "redis://127.0.0.1:6379/0"
+    )
+    api_key: Annotated[
+        tuple[Secret, ...], Meta(description="bearer key that clients must send; repeatable")
+    ] = ()
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 8_388_608
+    max_concurrent_requests: Annotated[
+        int, Meta(ge=1, description="requests open at once in this process; more get a 503")
+    ] = 4096
+    queue_timeout_s: Annotated[
+        float, Meta(gt=0, description="longest wait for a worker and for a first step, in seconds")
+    ] = 120.0
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, description="after SIGTERM, seconds for open streams to finish")
+    ] = 30.0
+    protect_metrics: Annotated[bool, Meta(description="ask for a key on /metrics too")] = False
+    allowed_origins: Annotated[
+        tuple[str, ...], Meta(description="origin that browsers may call from; repeatable")
+    ] = ()
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
+    ] = "info"
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker process."""
+
+    model: Annotated[
+        str, Meta(description="local directory, .gguf file or hub id; default: the demo model")
+    ] = ""
+    engine: Annotated[str, Meta(description="kind of engine: native, echo or a plug-in's name")] = (
+        "native"
+    )
+    redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = Secret(
+        "redis://127.0.0.1:6379/0"
+    )
+    served_model_name: Annotated[
+        tuple[str, ...], Meta(description="public name of the model; repeatable")
+    ] = ()
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = (
+        "auto"
+    )
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="type of weights and activations; auto: bfloat16 on CUDA, float32 on CPU"),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
+    ] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="context window in tokens; 0: the model's own")
+    ] = 0
+    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in a batch at most")] = 256
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="token budget of one step")] = (
+        2048
+    )
+    max_num_queued_reqs: Annotated[
+        int, Meta(ge=1, description="requests waiting in the engine; more are refused with a 503")
+    ] = 1024
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="share of the card's memory to use")
+    ] = 0.92
+    kv_cache_memory_bytes: Annotated[
+        int, Meta(ge=0, description="size of the KV cache; 0: sized for you")
+    ] = 0
+    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="keep and reuse the KV blocks of earlier prompts")
+    ] = True
+    seed: Annotated[int, Meta(ge=0, description="seed of dummy weights")] = 0
+    chat_template: Annotated[
+        str, Meta(description="file with a Jinja chat template instead of the model's")
+    ] = ""
+    echo_delay_ms: Annotated[
+        float, Meta(ge=0, description="echo engine: time per step in milliseconds")
+    ] = 0.0
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, description="after SIGTERM, seconds for running sequences to finish")
+    ] = 30.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
+    ] = "info"
+
+
+class ServeSettings(WorkerSettings, frozen=True, kw_only=True):
+    """The embedded default: Redis, gateways and a worker, supervised as one."""
+
+    redis_url: Annotated[
+        Secret, Meta(description="use this Redis; default: start a private one")
+    ] = Secret("")
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any")] = 8000
+    gateways: Annotated[int, Meta(ge=1, le=64, description="gateway processes")] = 1
+    api_key: Annotated[
+        tuple[Secret, ...], Meta(description="bearer key that clients must send; repeatable")
+    ] = ()
+    data_dir: Annotated[
+        str, Meta(description="where Redis and the key live; default: the user's data home")
+    ] = ""

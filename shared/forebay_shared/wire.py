@@ -1,0 +1,205 @@
+"""Every message that crosses Redis, as tagged unions in msgpack, and the one WIRE_VERSION.
+
+Version N reads N-1: a field is only ever added, at the end and with a default; a message type is only
+ever added; a reader counts and drops what it does not know. Token ids of prompts travel as packed
+uint32, those of a step as a short list.
+
+    gateway -> worker   Submit, Cancel                          on keys.work(worker)
+    worker -> gateway   Accepted, Started, Delta, Done, Failed  on keys.reply(gateway)
+    worker -> all       Beacon, Farewell                        on keys.roster()
+
+For one sequence of a request the order is: Accepted, Started, Delta*, then exactly one Done; Failed
+ends every sequence of the request that is not done, and may come at any point. A receiver drops what
+carries another attempt than its own.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from forebay_shared.sampling import SamplingParams
+
+WIRE_VERSION = 1
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The token ids of `pack_ids`. Raises ValueError when the bytes are not whole uint32."""
+    packed = array("I")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()
+
+
+class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence to generate: its index among the request's n, and the ids it has emitted before.
+
+    `emitted` is empty but for a resumed sequence; it counts towards max_tokens, penalties and the
+    noise position as if this worker had generated it.
+    """
+
+    index: int = 0
+    emitted: bytes = b""
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_only=True):
+    """Generate. (request_id, attempt) is unique; a worker drops a duplicate."""
+
+    request_id: str
+    attempt: int
+    gateway: str
+    prompt: bytes
+    sampling: SamplingParams
+    starts: tuple[SequenceStart, ...] = (SequenceStart(),)
+    cache_salt: str = ""
+    team: str = ""
+    """Fairness key: an opaque id, never a name."""
+    weight: float = 1.0
+    priority: int = 0
+    """Lower runs earlier."""
+    queue_timeout_ms: int = 0
+    """Longest wait for a first step, from intake on; 0 is no limit. Relative, so clocks may differ."""
+    traceparent: str = ""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True, kw_only=True):
+    """Abort sequence `index` of a request, or all of them. Of an unknown request: ignored."""
+
+    request_id: str
+    attempt: int
+    index: int | None = None
+
+
+Work = Submit | Cancel
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """What one sequence cost, measured by the worker."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queued_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of the token and of the most likely ones, as (id, logprob), best first."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+    """The worker holds the request in its own queue; from here on a lost worker is found by its lease."""
+
+    request_id: str
+    attempt: int
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True, tag="b"):
+    """The first step of sequence `index` is scheduled."""
+
+    request_id: str
+    attempt: int
+    index: int
+    cached_tokens: int
+    queued_ms: float
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+    """New tokens of a sequence. `offset` counts the sequence's emitted ids before these."""
+
+    request_id: str
+    attempt: int
+    index: int
+    offset: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="e"):
+    """The sequence ended. `stop_token` is the id that ended it, which is in no Delta (null for a length)."""
+
+    request_id: str
+    attempt: int
+    index: int
+    finish_reason: FinishReason
+    stop_token: int | None
+    usage: Usage
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
+    """The worker gave the request up. `code` is one of `errors`; `message` is safe for the client."""
+
+    request_id: str
+    attempt: int
+    code: str
+    message: str
+    retryable: bool = False
+    param: str | None = None
+
+
+Reply = Accepted | Started | Delta | Done | Failed
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's state at one moment. Tokens are uncached prompt tokens still to prefill."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    kv_usage: float = 0.0
+    step_age_s: float = 0.0
+    """Seconds since the engine's loop last came round; grows when a step hangs."""
+
+
+class Beacon(msgspec.Struct, frozen=True, tag="beacon", omit_defaults=True, kw_only=True):
+    """A worker is alive. `card` is the hash of its ModelCard at `keys.worker_card`."""
+
+    worker: str
+    card: str
+    load: Load
+    draining: bool = False
+
+
+class Farewell(msgspec.Struct, frozen=True, tag="farewell", kw_only=True):
+    """A worker leaves on purpose: what it holds must go elsewhere now."""
+
+    worker: str
+
+
+RosterEvent = Beacon | Farewell
+
+
+class WorkPacket(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    sender: str
+    messages: list[Work]
+
+
+class ReplyPacket(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    sender: str
+    messages: list[Reply]
+
+
+class RosterPacket(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    sender: str
+    messages: list[RosterEvent]
