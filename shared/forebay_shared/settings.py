@@ -12,6 +12,13 @@ import msgspec
 from msgspec import Meta
 
 
+class StartError(Exception):
+    """A process cannot start as asked: one line that names what is wrong and what would be right.
+
+    The command line prints the line and exits with status 2; nobody restarts such a process.
+    """
+
+
 class Secret(str):
     """A string that never shows itself."""
 
