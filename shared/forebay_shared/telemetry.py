@@ -1,0 +1,327 @@
+"""Every metric, once: names, labels and buckets; and the merge of several processes' snapshots.
+
+Metrics live in a registry of their process that is passed in, never in a global one. A snapshot is
+what one process publishes on Redis; `render` joins the snapshots of many into one valid exposition.
+It knows nothing of Redis, HTTP servers or engines. No label ever carries a team, a key or a text.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
+
+_LATENCY_S = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+_TTFT_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)  # fmt: skip
+_ITL_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_HTTP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+ROUTES = (
+    "chat_completions", "completions", "embeddings", "responses", "messages", "models", "files",
+    "batches", "tokenize", "admin", "health", "ready", "version", "metrics", "other",
+)  # fmt: skip
+STATUS_CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
+
+DropReason = Literal["unknown", "fenced", "duplicate", "bad"]
+ResubmitReason = Literal["worker_lost", "not_accepted", "gap", "bus_reset", "failed"]
+
+
+class EngineMetrics:
+    """A worker's engine, under the names, labels and buckets that vLLM's dashboards know.
+
+    Implements the engine's Recorder. Methods are called from the engine's thread.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, *, model_name: str, engine: str, max_model_len: int
+    ) -> None:
+        self._registry = registry
+        self._labels = {"model_name": model_name, "engine": engine}
+        self._running = self._gauge("num_requests_running", "Sequences in the running batch.")
+        self._waiting = self._gauge("num_requests_waiting", "Sequences waiting for the batch.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 is all of them.")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens prefilled or found in cache.")
+        self._generation = self._counter("generation_tokens", "Tokens generated.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in cache.")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in cache.")
+        self._preemptions = self._counter("num_preemptions", "Sequences preempted.")
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens of one engine step.", _STEP_TOKENS
+        )
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "From intake to the first token.", _TTFT_S
+        )
+        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", _ITL_S)
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "From intake to the last token.", _LATENCY_S
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "From intake to the first step.", _LATENCY_S
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _LATENCY_S
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first token to the last.", _LATENCY_S
+        )
+        sizes = _one_two_five(max_model_len)
+        self._prompt_size = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", sizes
+        )
+        self._generation_size = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request.", sizes
+        )
+        self._max_tokens = self._histogram(
+            "request_params_max_tokens", "The max_tokens that requests ask for.", sizes
+        )
+        success = Counter(
+            "vllm:request_success",
+            "Sequences that ended, by finish reason.",
+            [*self._labels, "finished_reason"],
+            registry=registry,
+        )
+        self._success = {
+            reason: success.labels(**self._labels, finished_reason=reason)
+            for reason in FINISHED_REASONS
+        }
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        family = Gauge(f"vllm:{name}", text, [*self._labels], registry=self._registry)
+        return family.labels(**self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        family = Counter(f"vllm:{name}", text, [*self._labels], registry=self._registry)
+        return family.labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        family = Histogram(
+            f"vllm:{name}", text, [*self._labels], registry=self._registry, buckets=buckets
+        )
+        return family.labels(**self._labels)
+
+    def cache_config(self, **fields: str | float) -> None:
+        """Publishes the cache's shape as labels of an info gauge, as vLLM does. Call it once."""
+        texts = {name: str(value) for name, value in fields.items()}
+        engine = self._labels["engine"]
+        gauge = Gauge(
+            "vllm:cache_config_info",
+            "Configuration of the KV cache.",
+            [*texts, "engine"],
+            registry=self._registry,
+        )
+        gauge.labels(**texts, engine=engine).set(1)
+
+    def step(
+        self,
+        *,
+        running: int,
+        waiting: int,
+        kv_usage: float,
+        prompt_tokens: int,
+        generation_tokens: int,
+        prefix_queries: int,
+        prefix_hits: int,
+        preemptions: int,
+        host_s: float,
+    ) -> None:
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._kv_usage.set(kv_usage)
+        self._step_tokens.observe(prompt_tokens + generation_tokens)
+        for counter, value in (
+            (self._prompt, prompt_tokens),
+            (self._generation, generation_tokens),
+            (self._queries, prefix_queries),
+            (self._hits, prefix_hits),
+            (self._preemptions, preemptions),
+        ):
+            if value:
+                counter.inc(value)
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def inter_token(self, seconds: float) -> None:
+        self._itl.observe(seconds)
+
+    def finished(
+        self,
+        *,
+        reason: str,
+        e2e_s: float,
+        queued_s: float,
+        prefill_s: float,
+        decode_s: float,
+        prompt_tokens: int,
+        generation_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        self._success.get(reason, self._success["error"]).inc()
+        self._e2e.observe(e2e_s)
+        self._queue.observe(queued_s)
+        self._prefill.observe(prefill_s)
+        self._decode.observe(decode_s)
+        self._prompt_size.observe(prompt_tokens)
+        self._generation_size.observe(generation_tokens)
+        self._max_tokens.observe(max_tokens)
+
+
+class GatewayMetrics:
+    """One gateway process. Every label has a fixed set of values."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._requests = Counter(
+            "forebay_http_requests",
+            "HTTP requests answered.",
+            ["route", "status"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "forebay_http_request_seconds",
+            "From the request's head to the last byte of its answer.",
+            ["route"],
+            registry=registry,
+            buckets=_HTTP_S,
+        )
+        self.open_requests = Gauge(
+            "forebay_open_requests", "HTTP requests that are open.", registry=registry
+        )
+        self.open_streams = Gauge(
+            "forebay_open_streams", "Event streams that are open.", registry=registry
+        )
+        self.open_generations = Gauge(
+            "forebay_open_generations",
+            "Jobs placed or to be placed on a worker.",
+            registry=registry,
+        )
+        self.inbox_tokens = Gauge(
+            "forebay_inbox_tokens", "Token ids that wait for their client.", registry=registry
+        )
+        self.workers = Gauge("forebay_workers", "Live workers.", registry=registry)
+        self.loop_lag = Histogram(
+            "forebay_event_loop_lag_seconds",
+            "How late a timer of the event loop fires.",
+            registry=registry,
+            buckets=_HTTP_S,
+        )
+        self.reconnects = Counter(
+            "forebay_redis_reconnects", "Connections to Redis made again.", registry=registry
+        )
+        self.streams_lost = Counter(
+            "forebay_streams_lost", "Redis streams found gone or rolled back.", registry=registry
+        )
+        self.cancelled = Counter(
+            "forebay_cancelled", "Jobs left before their end.", registry=registry
+        )
+        self.workers_lost = Counter(
+            "forebay_workers_lost", "Workers whose lease lapsed or that left.", registry=registry
+        )
+        self._dropped = Counter(
+            "forebay_dropped_replies", "Replies dropped.", ["reason"], registry=registry
+        )
+        self._resubmitted = Counter(
+            "forebay_resubmitted", "Attempts after a job's first.", ["reason"], registry=registry
+        )
+
+    def http_request(self, route: str, status: int, seconds: float) -> None:
+        """Counts an answered request. A route outside ROUTES counts as "other"."""
+        name = route if route in ROUTES else "other"
+        self._requests.labels(route=name, status=f"{status // 100}xx").inc()
+        self._seconds.labels(route=name).observe(seconds)
+
+    def dropped(self, reason: DropReason, count: int = 1) -> None:
+        self._dropped.labels(reason=reason).inc(count)
+
+    def resubmitted(self, reason: ResubmitReason) -> None:
+        self._resubmitted.labels(reason=reason).inc()
+
+
+class _Sample(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class _Family(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    text: str
+    type: str
+    samples: list[_Sample]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[_Family]).decode
+
+
+def snapshot(registry: CollectorRegistry) -> bytes:
+    """All metrics of one process, for `render` in another."""
+    return _encode(
+        [
+            _Family(
+                family.name,
+                family.documentation,
+                family.type,
+                [
+                    _Sample(sample.name, dict(sample.labels), sample.value)
+                    for sample in family.samples
+                    if not sample.name.endswith("_created")
+                ],
+            )
+            for family in registry.collect()
+        ]
+    )
+
+
+def render(snapshots: Iterable[tuple[dict[str, str], bytes]]) -> str:
+    """One exposition of many processes' snapshots, each with labels to tell it from the others.
+
+    Families of one name are grouped; a snapshot that cannot be read, and a family whose type differs
+    from the first seen, are left out: one foreign process must not spoil the scrape.
+    """
+    families: dict[str, Metric] = {}
+    for labels, data in snapshots:
+        try:
+            decoded = _decode(data)
+        except msgspec.DecodeError:
+            continue
+        for family in decoded:
+            metric = families.setdefault(family.name, Metric(family.name, family.text, family.type))
+            if metric.type != family.type:
+                continue
+            for sample in family.samples:
+                metric.add_sample(sample.name, sample.labels | labels, sample.value)
+    return generate_latest(_Collected(families.values())).decode()
+
+
+class _Collected(CollectorRegistry):
+    """Families that are collected already, in the shape that the library renders."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _one_two_five(limit: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, … up to `limit`."""
+    values: list[int] = []
+    scale = 1
+    while scale <= limit:
+        values.extend(step * scale for step in (1, 2, 5) if step * scale <= limit)
+        scale *= 10
+    return values or [1]
