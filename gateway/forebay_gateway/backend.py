@@ -1,13 +1,14 @@
 """The gateway's side of the bus, wired: `async with connect(settings) as backend`."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+
+from forebay_shared.settings import GatewaySettings
+from forebay_shared.telemetry import GatewayMetrics
 
 from forebay_gateway.dispatch import Dispatcher
 from forebay_gateway.roster import Roster
 from forebay_gateway.store import Store
-from forebay_shared.settings import GatewaySettings
-from forebay_shared.telemetry import GatewayMetrics
 
 
 class Backend:
@@ -29,8 +30,9 @@ class Backend:
 
 
 @asynccontextmanager
-async def connect(settings: GatewaySettings) -> AsyncIterator[Backend]:
-    """Starts the reader, the publisher and the upkeep of one gateway incarnation; stops them on leaving.
+async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
+    """Starts the reader, the publisher and the upkeep of one gateway incarnation; stops them on
+    leaving.
 
     Returns at once when Redis is away: everything then raises BusError until it is back.
     """

@@ -1,13 +1,14 @@
-"""From a job to its events: attempts, fencing, resubmission, cancel. The gateway that runs it owns the request.
+"""From a job to its events: attempts, fencing, resubmission, cancel. The gateway that runs it owns
+the request.
 
-It knows no text, no HTTP and no Redis command: it sees token ids, the roster, the inbox and a publisher.
+It knows no text, no HTTP and no Redis command: it sees token ids, the roster, the inbox and a
+publisher.
 """
 
 from types import TracebackType
 from typing import Self
 
 import msgspec
-
 from forebay_shared.models import ModelCard
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import Delta, Done, Started
@@ -47,7 +48,8 @@ class Generation:
         """Waits, then returns everything that is ready together; [] after the last Done.
 
         Deltas of one index that adjoin are merged. The first call places the job, so an error here
-        before any event was returned is an error before anything ran. A cancelled call loses no event.
+        before any event was returned is an error before anything ran. A cancelled call loses no
+        event.
 
         Raises:
             NoWorkerError, WorkerLostError, BusError, DeadlineError, EngineError, OverloadedError,

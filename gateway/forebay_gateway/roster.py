@@ -12,7 +12,9 @@ class Roster:
         raise NotImplementedError
 
     def cards(self) -> list[ModelCard]:
-        """One card per served model, by main name; models whose workers are away for minutes are gone."""
+        """One card per served model, by main name; models whose workers are away for minutes are
+        gone.
+        """
         raise NotImplementedError
 
     def find(self, name: str) -> ModelCard:

@@ -1,4 +1,6 @@
-"""Tokenizers and templates by the hash of their content: fetched once from Redis, kept in a small LRU."""
+"""Tokenizers and templates by the hash of their content: fetched once from Redis, kept in a small
+LRU.
+"""
 
 
 class Store:

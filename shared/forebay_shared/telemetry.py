@@ -288,8 +288,8 @@ def snapshot(registry: CollectorRegistry) -> bytes:
 def render(snapshots: Iterable[tuple[dict[str, str], bytes]]) -> str:
     """One exposition of many processes' snapshots, each with labels to tell it from the others.
 
-    Families of one name are grouped; a snapshot that cannot be read, and a family whose type differs
-    from the first seen, are left out: one foreign process must not spoil the scrape.
+    Families of one name are grouped; a snapshot that cannot be read, and a family whose type
+    differs from the first seen, are left out: one foreign process must not spoil the scrape.
     """
     families: dict[str, Metric] = {}
     for labels, data in snapshots:
