@@ -1,10 +1,10 @@
 """A .gguf file -> a Hugging Face directory in the cache: once, whole, and safe among processes.
 
-The directory is named by the hash of the file's content. It is written aside under a lock and renamed
-when complete; a manifest of file sizes tells a complete one. Quantised weights are stored as float16:
-a Q4_1 or Q8_0 value needs up to 19 bits, float16 keeps 11 of them and bfloat16 only 8, float32 would
-double the 270 MB of the demo model, and its greedy answers are those of float32. What the file holds
-as float32 (norms) or bfloat16 stays so.
+The directory is named by the hash of the file's content. It is written aside under a lock and
+renamed when complete; a manifest of file sizes tells a complete one. Quantised weights are stored
+as float16: a Q4_1 or Q8_0 value needs up to 19 bits, float16 keeps 11 of them and bfloat16 only 8;
+float32 would double the 270 MB of the demo model and gives the same greedy answers. What the file
+holds as float32 (norms) or bfloat16 stays so. Knows no family and no tokenizer.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,7 +100,7 @@ def _write_weights(
     tensors: Mapping[str, GgufTensor], part: Path, done: Callable[[int], object]
 ) -> None:
     """One model.safetensors, or shards of at most SHARD_BYTES (or one tensor) and their index."""
-    from safetensors.torch import save_file
+    import safetensors.torch
 
     shards = _shards(tensors)
     where: dict[str, str] = {}
@@ -109,7 +109,7 @@ def _write_weights(
         if len(shards) > 1:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         where |= dict.fromkeys(names, name)
-        save_file(
+        safetensors.torch.save_file(
             {key: _stored(tensors[key], done) for key in names}, part / name, {"format": "pt"}
         )
     if len(shards) > 1:
@@ -166,7 +166,7 @@ def _is_complete(out: Path) -> bool:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Generator[None]:
     """Held by one process at a time; the kernel lets go of it when that process dies."""
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

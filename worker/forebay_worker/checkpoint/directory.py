@@ -21,7 +21,7 @@ def check_directory(path: Path) -> Path:
 
 
 def weight_files(path: Path) -> list[str]:
-    """The names of the safetensors files that hold the weights, from the index when there is one."""
+    """The names of the safetensors files with the weights; from the index when there is one."""
     if (path / "model.safetensors.index.json").is_file():
         index = _read_object(path, "model.safetensors.index.json").get("weight_map")
         if not isinstance(index, dict) or not index:
@@ -38,7 +38,7 @@ def weight_files(path: Path) -> list[str]:
 
 
 def _check_weights(path: Path, name: str) -> None:
-    """A safetensors file says its header's length first; a file cut short or a pointer fails here."""
+    """The header's length comes first: a file cut short, or a Git LFS pointer, fails here."""
     file = path / name
     if not file.is_file():
         raise CheckpointError(f"model {path} lacks {name}, which its index names")

@@ -6,7 +6,7 @@ A small typed door to the `gguf` package. Knows no family and no Hugging Face na
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
@@ -63,8 +63,6 @@ class GgufFile:
         if field is None:
             return default
         value: object = field.contents()
-        if kind is float and isinstance(value, int):
-            value = float(value)
         if not isinstance(value, kind):
             raise CheckpointError(f"model file {self.path}: {key} is no {kind.__name__}")
         return value
@@ -75,10 +73,9 @@ class GgufFile:
             raise CheckpointError(f"model file {self.path} has no {key} in its metadata")
         return self.get(key, kind, kind())
 
-    def strings(self, key: str) -> list[str]:
-        """The strings of an array. Raises CheckpointError when the file has none under `key`."""
-        found: list[object] = self.need(key, list)
-        return [str(item) for item in found]
+    def array(self, key: str) -> list[object]:
+        """The items of an array. Raises CheckpointError when the file has none under `key`."""
+        return cast("list[object]", self.need(key, list))
 
     def token_id(self, name: str) -> int | None:
         """The id of a special token (`bos`, `eos`, …), None when the file names none."""

@@ -65,5 +65,5 @@ def _reordered(file: GgufFile, tensor: GgufTensor) -> GgufTensor:
 
 
 def unpermuted(rows: int, heads: int) -> NDArray[np.intp]:
-    """The order that gives Hugging Face's rows from llama.cpp's, which pairs (i, i + half) of a head."""
+    """The order that gives Hugging Face's rows; llama.cpp lays i and i + half side by side."""
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -40,15 +40,15 @@ def tokenizer(file: GgufFile) -> Tokenizer:
     kind = file.need("tokenizer.ggml.model", str)
     if kind != "gpt2":
         raise CheckpointError(
-            f"model file {file.path} has a tokenizer of type {kind!r}: only byte-level BPE ('gpt2') "
-            "is read; give the Hugging Face directory of this model"
+            f"model file {file.path} has a tokenizer of the type {kind!r}, not of"
+            " 'gpt2' (byte-level BPE): give the Hugging Face directory of this model"
         )
     split = file.get("tokenizer.ggml.pre", str, "")
-    tokens = file.strings("tokenizer.ggml.tokens")
+    tokens = _tokens(file)
     built = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
-            merges=[_pair(merge) for merge in file.strings("tokenizer.ggml.merges")],
+            merges=[_pair(str(merge)) for merge in file.array("tokenizer.ggml.merges")],
             ignore_merges=split in LLAMA3,
         )
     )
@@ -63,7 +63,7 @@ def tokenizer(file: GgufFile) -> Tokenizer:
 
 def tokenizer_config(file: GgufFile) -> Mapping[str, object]:
     """tokenizer_config.json: special tokens by name."""
-    tokens = file.strings("tokenizer.ggml.tokens")
+    tokens = _tokens(file)
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -74,6 +74,10 @@ def tokenizer_config(file: GgufFile) -> Mapping[str, object]:
         if (token := file.token_id(key)) is not None:
             config[f"{name}_token"] = tokens[token]
     return config
+
+
+def _tokens(file: GgufFile) -> list[str]:
+    return [str(token) for token in file.array("tokenizer.ggml.tokens")]
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -94,7 +98,7 @@ def _pre_tokenizer(file: GgufFile, split: str) -> pre_tokenizers.PreTokenizer:
     if split not in LLAMA3 | QWEN2:
         known = ", ".join(sorted(LLAMA3 | QWEN2 | DIGITS_FIRST | GPT2))
         raise CheckpointError(
-            f"model file {file.path} splits text by {split!r}, which is not known (known: {known}); "
+            f"model file {file.path} splits text by {split!r}, not by one of {known}: "
             "give the Hugging Face directory of this model"
         )
     pattern = LLAMA3_SPLIT if split in LLAMA3 else QWEN2_SPLIT
@@ -107,7 +111,7 @@ def _pre_tokenizer(file: GgufFile, split: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _adds_bos(file: GgufFile) -> bool:
-    """A file that does not say is read as llama.cpp reads it: llama3 starts with BOS, others not."""
+    """A file that does not say is read as llama.cpp reads it: BOS for llama3, none for others."""
     split = file.get("tokenizer.ggml.pre", str, "")
     return file.get("tokenizer.ggml.add_bos_token", bool, split in LLAMA3)
 
@@ -123,7 +127,7 @@ def _post_processor(file: GgufFile, tokens: list[str]) -> processors.PostProcess
 
 
 def _add_special(built: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
-    kinds: list[object] = file.need("tokenizer.ggml.token_type", list)
+    kinds = file.array("tokenizer.ggml.token_type")
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     whole = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
     built.add_special_tokens([AddedToken(token, normalized=False) for token in control])

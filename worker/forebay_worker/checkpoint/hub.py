@@ -19,11 +19,11 @@ NEEDED = [
 
 
 def download(model: str, *, progress: bool = True) -> Path:
-    """The snapshot of `org/name` or `org/name@revision`; what is there already is not fetched again.
+    """The snapshot of `org/name` or `org/name@revision`; what is there is not fetched again.
 
     Without a network the snapshot of an earlier run serves. Raises CheckpointError in one line.
     """
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -36,7 +36,11 @@ def download(model: str, *, progress: bool = True) -> Path:
         disable_progress_bars()
     repo, _, revision = model.partition("@")
     try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=NEEDED))
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision or None, allow_patterns=NEEDED
+            )
+        )
     except GatedRepoError:
         raise CheckpointError(
             f"model {repo} is gated: accept its terms on the hub and set HF_TOKEN"

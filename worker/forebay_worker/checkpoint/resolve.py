@@ -1,7 +1,7 @@
 """A model's name -> a directory with config.json, safetensors, tokenizer.json and chat template.
 
-A name is empty (the demo model), a local directory, a .gguf file or a hub id. What is converted goes
-to the cache once. Knows which kind a name is, and nothing of the formats.
+A name is empty (the demo model), a local directory, a .gguf file or a hub id. What is converted
+goes to the cache once. Knows which kind a name is, and nothing of the formats.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ def resolve(model: str, progress: bool = True) -> Path:
 
 
 def public_name(model: str) -> str:
-    """What clients call `model` when nobody named it: `smollm2-135m-instruct` for the demo model."""
+    """What clients call `model` by default; `smollm2-135m-instruct` for the demo model."""
     if not model:
         return slug(DEMO_FILE)
     path = Path(model).expanduser()
