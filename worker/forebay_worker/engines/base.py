@@ -4,49 +4,14 @@ An engine runs its own thread. `submit` and `cancel` may be called from any thre
 once; everything that happens to a request comes out through `emit`, once per step, in order.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from forebay_shared.models import ModelCard
-from forebay_shared.wire import Load, Reply, Submit
+from forebay_shared.wire import Load, Submit
 
-Emit = Callable[[Sequence[tuple[str, Reply]]], None]
-"""Takes one step's events as (gateway incarnation, event). Called from the engine's thread."""
+from forebay_worker.engine.ports import Emit, Recorder
 
-
-class Recorder(Protocol):
-    """Where an engine reports what it did; telemetry implements it. Times in seconds, counts in tokens."""
-
-    def step(
-        self,
-        *,
-        running: int,
-        waiting: int,
-        kv_usage: float,
-        prompt_tokens: int,
-        generation_tokens: int,
-        prefix_queries: int,
-        prefix_hits: int,
-        preemptions: int,
-        host_s: float,
-    ) -> None: ...
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def inter_token(self, seconds: float) -> None: ...
-
-    def finished(
-        self,
-        *,
-        reason: str,
-        e2e_s: float,
-        queued_s: float,
-        prefill_s: float,
-        decode_s: float,
-        prompt_tokens: int,
-        generation_tokens: int,
-        max_tokens: int,
-    ) -> None: ...
+__all__ = ["Emit", "Engine", "Recorder"]
 
 
 class Engine(Protocol):
@@ -65,11 +30,11 @@ class Engine(Protocol):
         ...
 
     def submit(self, submit: Submit) -> None:
-        """Queues a request. Never raises for what a request holds: it answers Failed through emit."""
+        """Queues a request. What is wrong with it is answered as Failed, never raised."""
         ...
 
     def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
-        """Aborts a sequence or all of a request's; each answers Done("abort") when its blocks are back."""
+        """Aborts one or all sequences; each answers Done("abort") when its blocks are back."""
         ...
 
     def cancel_gateway(self, gateway: str) -> None:

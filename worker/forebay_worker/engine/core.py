@@ -1,0 +1,355 @@
+"""EngineCore: schedule, run, postprocess. Requests go in, each step's events come out.
+
+It is synchronous and single-threaded: the loop drives it from the engine's thread, `LLM` from the
+caller's. It knows messages, never how they travel. What goes wrong in a request ends only that.
+"""
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from time import monotonic
+
+from forebay_shared.errors import DeadlineError, EngineError, ForebayError, OverloadedError
+from forebay_shared.settings import WorkerSettings
+from forebay_shared.wire import (
+    Accepted,
+    Delta,
+    Done,
+    Failed,
+    FinishReason,
+    Load,
+    Reply,
+    Started,
+    Submit,
+    Usage,
+)
+
+from forebay_worker.engine.batch import Sampled
+from forebay_worker.engine.block_manager import BlockManager
+from forebay_worker.engine.intake import Limits, sequences_of
+from forebay_worker.engine.ports import Recorder, Runner
+from forebay_worker.engine.scheduler import Plan, Scheduler
+from forebay_worker.engine.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""After this many failed steps in a row the engine calls itself dead."""
+_REMEMBERED = 8192
+"""Requests whose key is kept after their end, to know a duplicate."""
+
+Key = tuple[str, int]
+"""(request_id, attempt)"""
+Event = tuple[str, Reply]
+"""A message and the gateway incarnation that it is for."""
+
+
+@dataclass(slots=True)
+class Request:
+    """The sequences of one Submit that have not ended, by index."""
+
+    key: Key
+    gateway: str
+    sequences: dict[int, Sequence]
+    started: bool = False
+
+
+class EngineCore:
+    """One model's requests. Every method returns at once but `step`, which runs the model.
+
+    The context is also bounded by the pool: a sequence alone can always run to its end.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: WorkerSettings,
+        recorder: Recorder,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        revision: str = "",
+    ) -> None:
+        self.blocks = BlockManager(
+            runner.num_blocks,
+            runner.block_size,
+            revision=revision,
+            caching=settings.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=settings.max_num_seqs,
+            token_budget=settings.max_num_batched_tokens,
+        )
+        max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
+        self.limits = Limits(runner.vocab_size, max_model_len, eos_token_ids)
+        self._runner = runner
+        self._recorder = recorder
+        self._max_queued = settings.max_num_queued_reqs
+        self._requests: dict[Key, Request] = {}
+        self._ended: OrderedDict[Key, None] = OrderedDict()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._num_queued = 0
+        self._serial = 0
+        self._events: list[Event] = []
+        self._failed_steps = 0
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    @property
+    def healthy(self) -> bool:
+        return self._failed_steps < MAX_FAILED_STEPS
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def load(self) -> Load:
+        return Load(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            waiting_tokens=self.scheduler.tokens_to_prefill,
+            kv_usage=self.blocks.usage,
+        )
+
+    def submit(self, submit: Submit, arrived: float) -> None:
+        """Queues a request, or answers Failed; a duplicate is dropped. Raises nothing."""
+        key = (submit.request_id, submit.attempt)
+        if key in self._requests or key in self._ended:
+            return
+        try:
+            request = self._admit(submit, key, arrived)
+        except ForebayError as error:
+            self._refuse(key, submit.gateway, error)
+        except Exception:
+            _log.exception("intake of request %s failed", submit.request_id)
+            self._refuse(
+                key, submit.gateway, EngineError("The engine could not take this request.")
+            )
+        else:
+            self._events.append((submit.gateway, Accepted(*key)))
+            for sequence in list(request.sequences.values()):
+                self._enqueue(request, sequence)
+
+    def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
+        """Aborts one sequence or all of a request; blocks are back when this returns."""
+        request = self._requests.get((request_id, attempt))
+        if request is None:
+            return
+        for sequence in list(request.sequences.values()):
+            if index is None or sequence.index == index:
+                self._finish(sequence, "abort", monotonic())
+
+    def cancel_gateway(self, gateway: str) -> None:
+        for request in list(self._requests.values()):
+            if request.gateway == gateway:
+                self.cancel(*request.key)
+
+    def fail_all(self, error: ForebayError) -> None:
+        """Ends every request with the same error."""
+        for request in list(self._requests.values()):
+            self._fail(request, error)
+
+    def step(self) -> None:
+        """One round. A failed step fails its requests; the engine is ready for the next one."""
+        began = monotonic()
+        self._drop_expired(began)
+        plan = self.scheduler.schedule()
+        if not plan.rows:
+            return
+        self._announce(plan, began)
+        called = monotonic()
+        try:
+            results = self._runner.execute(plan.rows)
+            now = monotonic()
+            counted = self._settle_all(plan, results, now)
+        except Exception:
+            _log.exception("a step of %d rows failed", len(plan.rows))
+            self._failed_steps += 1
+            self._fail_rows(plan)
+            return
+        self._failed_steps = 0
+        self._record(plan, counted, host_s=called - began + monotonic() - now)
+
+    def _admit(self, submit: Submit, key: Key, arrived: float) -> Request:
+        if self._num_queued >= self._max_queued:
+            raise OverloadedError("The engine's queue is full; try again later.")
+        sequences = sequences_of(submit, self.limits, arrived)
+        request = Request(key, submit.gateway, {each.index: each for each in sequences})
+        self._requests[key] = request
+        self._num_queued += 1
+        if submit.queue_timeout_ms > 0:
+            deadline = arrived + submit.queue_timeout_ms / 1000
+            heappush(self._deadlines, (deadline, self._serial, request))
+        return request
+
+    def _enqueue(self, request: Request, sequence: Sequence) -> None:
+        """Queues one sequence; a resumed one that had all its tokens ends here, without a step."""
+        self._serial += 1
+        sequence.serial = self._serial
+        self.scheduler.add(sequence)
+        if len(sequence.token_ids) >= sequence.limit:
+            self._start(sequence, sequence.arrived)
+            self._finish(sequence, "length", sequence.arrived)
+
+    def _refuse(self, key: Key, gateway: str, error: ForebayError) -> None:
+        self._remember(key)
+        self._events.append((gateway, _failed(key, error)))
+
+    def _remember(self, key: Key) -> None:
+        self._ended[key] = None
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _drop_expired(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, request = heappop(self._deadlines)
+            if not request.started and request.sequences:
+                self._fail(request, DeadlineError("The request waited too long for its turn."))
+
+    def _announce(self, plan: Plan, now: float) -> None:
+        for sequence in plan.started:
+            self._start(sequence, now)
+
+    def _start(self, sequence: Sequence, now: float) -> None:
+        sequence.started_at = now
+        request = self._requests[sequence.request_id, sequence.attempt]
+        if not request.started:
+            request.started = True
+            self._num_queued -= 1
+        queued_ms = (now - sequence.arrived) * 1000
+        started = Started(*request.key, sequence.index, sequence.cached_tokens, queued_ms)
+        self._events.append((sequence.gateway, started))
+
+    def _settle_all(self, plan: Plan, results: list[Sampled | None], now: float) -> tuple[int, int]:
+        """Applies a step's results; prompt tokens of finished prefills and tokens generated."""
+        prompt_tokens = generated = 0
+        for sequence, row, sampled in zip(plan.sequences, plan.rows, results, strict=True):
+            if sequence.ended:
+                continue  # a sibling failed in this very step
+            if sampled is not None and sampled.corrupt:
+                error = EngineError("The model gave no usable result for this request.")
+                self._fail(self._requests[sequence.request_id, sequence.attempt], error)
+                continue
+            sequence.num_computed += row.num_new
+            self.blocks.publish(sequence)
+            if sampled is not None:
+                prompt_tokens += sequence.num_prompt if sequence.first_token_at is None else 0
+                generated += 1
+                self._take_token(sequence, sampled, now)
+        return prompt_tokens, generated
+
+    def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> None:
+        if sequence.last_token_at is None:
+            sequence.first_token_at = now
+            self._recorder.first_token(now - sequence.arrived)
+        else:
+            self._recorder.inter_token(now - sequence.last_token_at)
+        sequence.last_token_at = now
+        offset = sequence.num_output
+        if sequence.accept(sampled.token_id):
+            logprobs = None if sampled.logprobs is None else [sampled.logprobs]
+            delta = Delta(
+                sequence.request_id,
+                sequence.attempt,
+                sequence.index,
+                offset,
+                [sampled.token_id],
+                logprobs,
+            )
+            self._events.append((sequence.gateway, delta))
+        if sequence.finish_reason is not None:
+            self._finish(sequence, sequence.finish_reason, now)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        self._remove(sequence)
+        usage = _usage(sequence, now)
+        done = Done(
+            sequence.request_id,
+            sequence.attempt,
+            sequence.index,
+            reason,
+            sequence.stop_token,
+            usage,
+        )
+        self._events.append((sequence.gateway, done))
+        self._count_end(sequence, reason, usage, now)
+
+    def _fail(
+        self, request: Request, error: ForebayError, *, retryable: bool | None = None
+    ) -> None:
+        """Ends what is left of a request. After an engine error none of its blocks is trusted."""
+        now = monotonic()
+        for sequence in list(request.sequences.values()):
+            self._remove(sequence, poisoned=isinstance(error, EngineError))
+            self._count_end(sequence, "error", _usage(sequence, now), now)
+        self._events.append((request.gateway, _failed(request.key, error, retryable)))
+
+    def _fail_rows(self, plan: Plan) -> None:
+        error = EngineError("The engine failed in a step of this request.")
+        for sequence in plan.sequences:
+            if not sequence.ended:
+                request = self._requests[sequence.request_id, sequence.attempt]
+                self._fail(request, error, retryable=True)
+
+    def _remove(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        sequence.ended = True
+        self.scheduler.remove(sequence, poisoned=poisoned)
+        request = self._requests[sequence.request_id, sequence.attempt]
+        del request.sequences[sequence.index]
+        if not request.sequences:
+            self._num_queued -= not request.started
+            del self._requests[request.key]
+            self._remember(request.key)
+
+    def _count_end(self, sequence: Sequence, reason: str, usage: Usage, now: float) -> None:
+        self._recorder.finished(
+            reason=reason,
+            e2e_s=now - sequence.arrived,
+            queued_s=usage.queued_ms / 1000,
+            prefill_s=usage.prefill_ms / 1000,
+            decode_s=usage.decode_ms / 1000,
+            prompt_tokens=usage.prompt_tokens,
+            generation_tokens=usage.completion_tokens,
+            max_tokens=sequence.sampling.max_tokens,
+        )
+
+    def _record(self, plan: Plan, counted: tuple[int, int], host_s: float) -> None:
+        self._recorder.step(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_usage=self.blocks.usage,
+            prompt_tokens=counted[0],
+            generation_tokens=counted[1],
+            prefix_queries=plan.prefix_queries,
+            prefix_hits=plan.prefix_hits,
+            preemptions=plan.preemptions,
+            host_s=host_s,
+        )
+
+
+def _failed(key: Key, error: ForebayError, retryable: bool | None = None) -> Failed:
+    return Failed(
+        *key,
+        code=error.code,
+        message=error.message,
+        retryable=error.retryable if retryable is None else retryable,
+        param=error.param,
+    )
+
+
+def _usage(sequence: Sequence, now: float) -> Usage:
+    """What it cost so far; a resumed sequence counts what it had emitted elsewhere, too."""
+    started = now if sequence.started_at is None else sequence.started_at
+    first_token = now if sequence.first_token_at is None else sequence.first_token_at
+    return Usage(
+        prompt_tokens=sequence.num_prompt,
+        cached_tokens=sequence.cached_tokens,
+        completion_tokens=sequence.completion_tokens,
+        queued_ms=(started - sequence.arrived) * 1000,
+        prefill_ms=(first_token - started) * 1000,
+        decode_ms=(now - first_token) * 1000,
+    )

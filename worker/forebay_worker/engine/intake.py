@@ -1,0 +1,101 @@
+"""Intake: a Submit from the wire becomes sequences, or an error that names what is wrong with it.
+
+The gateway has checked all this before; here is the last wall in front of the engine. It knows the
+model's limits, and nothing of load or blocks.
+"""
+
+import math
+from dataclasses import dataclass
+
+from forebay_shared.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from forebay_shared.sampling import MAX_N, SamplingParams
+from forebay_shared.wire import Submit, unpack_ids
+
+from forebay_worker.engine.sequence import Sequence, mix
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model can take: ids below `vocab_size`, prompt plus output up to `max_model_len`."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequence]:
+    """The sequences that `submit` asks for. Raises InvalidRequestError or one of its leaves."""
+    sampling = submit.sampling
+    sampling.validate(limits.vocab_size)
+    _check_support(sampling)
+    _check_terms(submit)
+    prompt = _ids(submit.prompt, "prompt", limits.vocab_size)
+    if not prompt:
+        raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
+    if len(prompt) >= limits.max_model_len:
+        raise ContextLengthError(
+            f"This model's context holds {limits.max_model_len} tokens, prompt and output "
+            f"together; the prompt has {len(prompt)}.",
+            param="prompt",
+        )
+    eos = () if sampling.ignore_eos else limits.eos_token_ids
+    stop_ids = frozenset(eos).union(sampling.stop_token_ids)
+    _check_choice(sampling, stop_ids)
+    return [
+        Sequence(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            gateway=submit.gateway,
+            index=start.index,
+            token_ids=prompt + _ids(start.emitted, "emitted", limits.vocab_size),
+            num_prompt=len(prompt),
+            sampling=sampling,
+            seed=mix(sampling.seed, start.index),
+            limit=min(len(prompt) + sampling.max_tokens, limits.max_model_len),
+            stop_ids=stop_ids,
+            cache_salt=submit.cache_salt,
+            team=submit.team,
+            weight=submit.weight,
+            priority=submit.priority,
+            arrived=arrived,
+        )
+        for start in submit.starts
+    ]
+
+
+def _check_support(sampling: SamplingParams) -> None:
+    for name in ("grammar", "prompt_logprobs"):
+        if getattr(sampling, name) is not None:
+            raise UnsupportedError(f"This engine does not support {name}.", param=name)
+
+
+def _check_terms(submit: Submit) -> None:
+    if not (math.isfinite(submit.weight) and submit.weight > 0):
+        raise InvalidRequestError("weight must be a number above 0.", param="weight")
+    indexes = [start.index for start in submit.starts]
+    if not indexes or len(set(indexes)) < len(indexes) or not all(0 <= i < MAX_N for i in indexes):
+        raise InvalidRequestError(
+            f"starts must hold distinct indexes between 0 and {MAX_N - 1}.", param="n"
+        )
+
+
+def _check_choice(sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
+    """With nothing left to choose from, every logit would be -inf."""
+    allowed = sampling.allowed_token_ids
+    if allowed is not None and sampling.min_tokens and stop_ids.issuperset(allowed):
+        raise InvalidRequestError(
+            "min_tokens needs an allowed token that does not end the output.",
+            param="allowed_token_ids",
+        )
+
+
+def _ids(packed: bytes, name: str, vocab_size: int) -> list[int]:
+    try:
+        ids = unpack_ids(packed)
+    except ValueError:
+        raise InvalidRequestError(f"{name} must be packed 32-bit ids.", param=name) from None
+    if ids and max(ids) >= vocab_size:
+        raise InvalidRequestError(
+            f"{name} must hold token ids between 0 and {vocab_size - 1}.", param=name
+        )
+    return ids

@@ -1,0 +1,149 @@
+"""EngineLoop: the engine's thread: takes commands, drives the core, hands each step's events on.
+
+Any thread may call it; only its own thread touches the core. It knows no Redis and no asyncio.
+"""
+
+import logging
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+import msgspec
+from forebay_shared.errors import WorkerLostError
+from forebay_shared.wire import Cancel, Load, Submit
+
+from forebay_worker.engine.core import EngineCore
+from forebay_worker.engine.ports import Emit
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    submit: Submit
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _GatewayLost:
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Command = _Arrival | Cancel | _GatewayLost | _Stop
+
+
+class EngineLoop:
+    """The thread of one core. With `check`, all blocks are counted again whenever it falls idle."""
+
+    def __init__(self, core: EngineCore, emit: Emit, *, check: bool = False) -> None:
+        self._core = core
+        self._emit = emit
+        self._check = check
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = False
+        self._crashed = False
+        self._resting = True
+        self._last_round = monotonic()
+        self._load = core.load()
+
+    @property
+    def healthy(self) -> bool:
+        """False once the thread has given up; the process should end then."""
+        return not self._crashed
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, submit: Submit) -> None:
+        self._commands.put(_Arrival(submit, monotonic()))
+
+    def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
+        self._commands.put(Cancel(request_id=request_id, attempt=attempt, index=index))
+
+    def cancel_gateway(self, gateway: str) -> None:
+        self._commands.put(_GatewayLost(gateway))
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after the step that it is in; waits for that at most `timeout_s`."""
+        self._commands.put(_Stop())
+        self._thread.join(timeout_s)
+
+    def load(self) -> Load:
+        """The state after the last round; a thread that hangs or has died shows a growing age."""
+        age = 0.0 if self._resting and not self._crashed else monotonic() - self._last_round
+        return msgspec.structs.replace(self._load, step_age_s=age)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping and self._core.healthy:
+                self._round()
+        except Exception:
+            _log.exception("the engine's loop failed")
+        self._crashed = not self._stopping
+        self._end()
+
+    def _round(self) -> None:
+        self._take_commands()
+        self._flush()  # Accepted does not wait for the step
+        if not self._stopping:
+            self._core.step()
+            self._flush()
+
+    def _take_commands(self) -> None:
+        """Carries out all commands that are there; sleeps until one comes when there is no work."""
+        if self._core.idle and self._commands.empty():
+            self._rest()
+        with suppress(Empty):
+            while True:
+                self._carry_out(self._commands.get_nowait())
+
+    def _rest(self) -> None:
+        if self._check:
+            self._core.blocks.check_integrity()
+        self._resting = True
+        command = self._commands.get()
+        self._last_round = monotonic()
+        self._resting = False
+        self._carry_out(command)
+
+    def _carry_out(self, command: _Command) -> None:
+        match command:
+            case _Arrival(submit, at):
+                self._core.submit(submit, at)
+            case Cancel():
+                self._core.cancel(command.request_id, command.attempt, command.index)
+            case _GatewayLost(gateway):
+                self._core.cancel_gateway(gateway)
+            case _Stop():
+                self._stopping = True
+
+    def _flush(self) -> None:
+        """Hands the events on. A receiver that raises loses them; the engine goes on."""
+        self._load = self._core.load()
+        self._last_round = monotonic()
+        events = self._core.take_events()
+        if not events:
+            return
+        try:
+            self._emit(events)
+        except Exception:
+            _log.exception("%d events were not taken", len(events))
+
+    def _end(self) -> None:
+        """Gives up what still runs and what has come in since."""
+        try:
+            with suppress(Empty):
+                while True:
+                    self._carry_out(self._commands.get_nowait())
+            self._core.fail_all(WorkerLostError("The worker has stopped."))
+        except Exception:
+            _log.exception("the engine's state could not be cleared")
+        self._flush()

@@ -1,0 +1,66 @@
+"""Ports: what an engine is given from outside: where its events go, who counts, and what computes.
+
+Protocols and types only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from forebay_shared.wire import Reply
+
+from forebay_worker.engine.batch import Sampled, ScheduledRow
+
+Emit = Callable[[Sequence[tuple[str, Reply]]], None]
+"""Takes one step's events as (gateway incarnation, event). Called from the engine's thread."""
+
+
+class Recorder(Protocol):
+    """Where an engine reports what it did; telemetry implements it. Seconds and tokens."""
+
+    def step(
+        self,
+        *,
+        running: int,
+        waiting: int,
+        kv_usage: float,
+        prompt_tokens: int,
+        generation_tokens: int,
+        prefix_queries: int,
+        prefix_hits: int,
+        preemptions: int,
+        host_s: float,
+    ) -> None: ...
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def inter_token(self, seconds: float) -> None: ...
+
+    def finished(
+        self,
+        *,
+        reason: str,
+        e2e_s: float,
+        queued_s: float,
+        prefill_s: float,
+        decode_s: float,
+        prompt_tokens: int,
+        generation_tokens: int,
+        max_tokens: int,
+    ) -> None: ...
+
+
+class Runner(Protocol):
+    """What computes the steps of the native engine; sizes are in tokens and blocks."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
+        """One result per row, None where the row does not sample."""
+        ...

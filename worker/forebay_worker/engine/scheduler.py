@@ -1,0 +1,170 @@
+"""Scheduler: which tokens the next step computes, and who has to wait or give way for them.
+
+It moves sequences between the waiting queue and the running list and keeps their block tables wide
+enough. It knows no runner, no clock and no client.
+
+Running sequences stand in the order of (priority, arrival). Each gets its one token or a chunk of
+its prefill, then the waiting ones are admitted while budget, seats and blocks last. A prompt's
+blocks are taken whole at admission, so only decodes can run out of blocks; then the last of the
+running gives way and is computed again later. The first never does: something always moves on.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from forebay_worker.engine.batch import ScheduledRow
+from forebay_worker.engine.block_manager import BlockManager
+from forebay_worker.engine.sequence import Sequence
+from forebay_worker.engine.waiting import WaitingQueue
+
+_MAX_PASSED_OVER = 64
+"""Followers of a running prefill that one step looks past at most: it bounds the host time."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. `sequences[i]` owns `rows[i]`; rows of one token come first.
+
+    `started` are those in their first step; prefix counts are tokens, over admissions of this step.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list[Sequence])
+    rows: list[ScheduledRow] = field(default_factory=list[ScheduledRow])
+    started: list[Sequence] = field(default_factory=list[Sequence])
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+
+    def add(self, sequence: Sequence, num_new: int) -> None:
+        at_end = sequence.num_computed + num_new == len(sequence.token_ids)
+        self.sequences.append(sequence)
+        self.rows.append(ScheduledRow(sequence, num_new, at_end))
+
+
+class Scheduler:
+    """Queues and the token budget.
+
+    At most `token_budget` sequences run, so that each of them gets at least one token per step.
+    """
+
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, token_budget: int) -> None:
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        self._blocks = blocks
+        self._max_running = min(max_num_seqs, token_budget)
+        self._token_budget = token_budget
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    @property
+    def tokens_to_prefill(self) -> int:
+        """Uncached prompt tokens that are still to be computed, waiting and running."""
+        running = (len(sequence.token_ids) - sequence.num_computed for sequence in self.running)
+        return self.waiting.tokens + sum(rest for rest in running if rest > 1)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence; the pool must be able to hold `sequence.limit` tokens."""
+        num_cached = len(self._blocks.match(sequence)) * self._blocks.block_size
+        sequence.queued_tokens = len(sequence.token_ids) - num_cached
+        self.waiting.enter(sequence)
+
+    def remove(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        """Takes out an ended sequence with its blocks; none of a poisoned one is reused."""
+        if sequence.block_table:
+            self.running.remove(sequence)
+            self._blocks.release(sequence, poisoned=poisoned)
+        self.waiting.leave(sequence)
+
+    def schedule(self) -> Plan:
+        plan = Plan()
+        budget = self._continue_running(plan)
+        self._admit_waiting(plan, budget)
+        order = sorted(range(len(plan.rows)), key=lambda at: plan.rows[at].num_new > 1)
+        plan.sequences = [plan.sequences[at] for at in order]
+        plan.rows = [plan.rows[at] for at in order]
+        return plan
+
+    def _continue_running(self, plan: Plan) -> int:
+        """Rows for what runs already; the budget that is left.
+
+        A chunk leaves one token for each sequence after it.
+        """
+        budget, at = self._token_budget, 0
+        while at < len(self.running):
+            sequence = self.running[at]
+            after = len(self.running) - at - 1
+            num_new = min(len(sequence.token_ids) - sequence.num_computed, budget - after)
+            if not self._make_room(sequence, plan):
+                break
+            self._give(plan, sequence, num_new)
+            budget -= num_new
+            at += 1
+        return budget
+
+    def _make_room(self, sequence: Sequence, plan: Plan) -> bool:
+        """Blocks for its next token, if need be the last one's; False when it gave way itself."""
+        while not self._blocks.grow(sequence, len(sequence.token_ids)):
+            victim = self.running[-1]
+            self._preempt(victim)
+            plan.preemptions += 1
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._blocks.release(sequence)
+        sequence.preempted = True
+        sequence.queued_tokens = min(len(sequence.token_ids), self._blocks.block_size)
+        self.waiting.push_back(sequence)
+
+    def _admit_waiting(self, plan: Plan, budget: int) -> None:
+        passed_over: list[Sequence] = []
+        while budget > 0 and len(self.running) < self._max_running:
+            sequence = self.waiting.head()
+            if sequence is None or len(passed_over) == _MAX_PASSED_OVER:
+                break
+            hits = self._hits_or_wait(sequence)
+            if hits is None:
+                self.waiting.pop(sequence)
+                passed_over.append(sequence)
+                continue
+            # One spare block for each running sequence: what is admitted is not soon preempted.
+            if not self._blocks.admit(sequence, hits, spare=len(self.running)):
+                break
+            budget -= self._start(plan, sequence, budget)
+        for sequence in reversed(passed_over):
+            self.waiting.push_back(sequence)
+
+    def _hits_or_wait(self, sequence: Sequence) -> list[int] | None:
+        """Its prefix hits; None while a running sequence computes more of its prefix.
+
+        It waits for the last block that they share, so that a long prefill costs one match, not one
+        per step.
+        """
+        if self._blocks.is_promised(sequence.awaits):
+            return None
+        hits = self._blocks.match(sequence)
+        sequence.awaits = self._blocks.promised_to(sequence, len(hits))
+        return hits if sequence.awaits is None else None
+
+    def _start(self, plan: Plan, sequence: Sequence, budget: int) -> int:
+        """Moves an admitted sequence to the running ones; the tokens that its first chunk takes."""
+        self.waiting.pop(sequence)
+        if sequence.started_at is None:
+            sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+            plan.started.append(sequence)
+            plan.prefix_queries += len(sequence.token_ids)
+            plan.prefix_hits += sequence.num_computed
+        sequence.preempted = False
+        sequence.num_served = max(sequence.num_served, sequence.num_computed)
+        insort(self.running, sequence, key=lambda other: other.rank)
+        num_new = min(len(sequence.token_ids) - sequence.num_computed, budget)
+        self._give(plan, sequence, num_new)
+        return num_new
+
+    def _give(self, plan: Plan, sequence: Sequence, num_new: int) -> None:
+        plan.add(sequence, num_new)
+        self.waiting.charge(sequence, sequence.num_computed + num_new)

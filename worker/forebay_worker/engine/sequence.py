@@ -1,0 +1,122 @@
+"""Sequence: one generation in the engine: its tokens, where its KV lies, how it ends.
+
+It knows no queue, no ref count and no message of the wire; the scheduler, the block manager and the
+core each change the part that is theirs.
+"""
+
+from dataclasses import dataclass, field
+
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.wire import FinishReason
+
+_MASK = 2**64 - 1
+
+
+def mix(seed: int, index: int) -> int:
+    """A 64-bit seed for sequence `index` of a request: neighbours share no pattern.
+
+    Each round is the finaliser of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64 bits.
+    """
+    return _finalise(_finalise(seed) + index)
+
+
+def _finalise(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One generation. Two are equal only when they are the same object.
+
+    Attributes:
+        token_ids: the prompt, then the output so far; a token that only ends it is never in here.
+        num_prompt: tokens of the prompt; a resumed sequence's emitted ids already count as output.
+        limit: length of `token_ids` at which the sequence ends with "length".
+        stop_ids: ids that end the sequence.
+        seed: 64 bits, already mixed with the index.
+        serial: place in the order of arrival, unique in one engine.
+        arrived: seconds on the monotonic clock, as all times here.
+        block_table, block_hashes, num_computed, num_published, chain: the block manager's.
+        num_served: positions that its team has been charged for; the waiting queue's.
+        awaits: hash of a block that another sequence is computing and this one waits for.
+        queued_tokens: tokens that it would have to prefill, for the load report.
+    """
+
+    request_id: str
+    attempt: int
+    gateway: str
+    index: int
+    token_ids: list[int]
+    num_prompt: int
+    sampling: SamplingParams
+    seed: int
+    limit: int
+    stop_ids: frozenset[int]
+    cache_salt: str = ""
+    team: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    serial: int = 0
+    arrived: float = 0.0
+
+    block_table: list[int] = field(default_factory=list[int])
+    block_hashes: list[bytes] = field(default_factory=list[bytes])
+    num_computed: int = 0
+    num_published: int = 0
+    chain: int | str = ""
+    num_served: int = 0
+    preempted: bool = False
+    awaits: bytes | None = None
+    queued_tokens: int = 0
+
+    cached_tokens: int = 0
+    started_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    ended: bool = False
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated, with the one that ended the sequence, as OpenAI counts them."""
+        return self.num_output + (self.stop_token is not None)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The smaller, the later it is preempted."""
+        return (self.priority, self.serial)
+
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that must not be sampled now: what would end it before min_tokens, and bad words."""
+        sampling = self.sampling
+        if self.num_output >= sampling.min_tokens and not sampling.bad_words:
+            return ()
+        early = self.stop_ids if self.num_output < sampling.min_tokens else ()
+        return (*early, *(word[-1] for word in sampling.bad_words if self._nearly_said(word)))
+
+    def _nearly_said(self, word: tuple[int, ...]) -> bool:
+        """Whether the output ends with all of `word` but its last token."""
+        head = len(word) - 1
+        return (
+            head <= self.num_output
+            and tuple(self.token_ids[len(self.token_ids) - head :]) == (word[:-1])
+        )
+
+    def accept(self, token_id: int) -> bool:
+        """Takes a sampled token; True when it is output, False when it only ends the sequence."""
+        if token_id in self.stop_ids and self.num_output >= self.sampling.min_tokens:
+            self.finish_reason = "stop"
+            self.stop_token = token_id
+            return False
+        self.token_ids.append(token_id)
+        if len(self.token_ids) >= self.limit:
+            self.finish_reason = "length"
+        return True

@@ -1,0 +1,128 @@
+"""WaitingQueue: which sequence is next: by priority, then preempted ones, then teams by what they
+have been served, then by arrival.
+
+It knows tokens served and weights; it knows nothing of blocks, budgets or why a sequence waits.
+The counters are the virtual token counters of Sheng et al. (OSDI 2024): tokens over weight.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from forebay_worker.engine.sequence import Sequence
+
+_FORGET_ABOVE = 256
+"""Idle teams remembered beside the present ones, before the settled ones are forgotten."""
+
+
+@dataclass(slots=True)
+class _Team:
+    served: float
+    present: int = 0
+    """Its sequences in the engine, waiting or running."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The waiting sequences of one priority and team (None: the preempted of that priority)."""
+
+    priority: int
+    team: str | None
+    sequences: OrderedDict[int, Sequence]
+
+
+class WaitingQueue:
+    """Enter and leave frame a sequence's life; push and pop its waits. Cost: O(teams that wait)."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[int, str | None], _Lane] = {}
+        self._teams: dict[str, _Team] = {}
+        self._length = 0
+        self.tokens = 0
+        """Uncached tokens to prefill, over all that wait."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def enter(self, sequence: Sequence) -> None:
+        """Counts a new sequence as present and appends it. A team that was away gets no credit."""
+        team = self._teams.get(sequence.team)
+        if team is None or team.present == 0:
+            floor = self._floor()
+            served = floor if team is None else max(team.served, floor)
+            team = self._teams[sequence.team] = _Team(served)
+        team.present += 1
+        self._lane(sequence).sequences[sequence.serial] = sequence
+        self._count(sequence, +1)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended, wherever it was."""
+        self.pop(sequence)
+        team = self._teams[sequence.team]
+        team.present -= 1
+        if team.present == 0:
+            self._forget()
+
+    def push_back(self, sequence: Sequence) -> None:
+        """Returns a preempted or passed-over sequence to the head of its lane."""
+        lane = self._lane(sequence).sequences
+        lane[sequence.serial] = sequence
+        lane.move_to_end(sequence.serial, last=False)
+        self._count(sequence, +1)
+
+    def pop(self, sequence: Sequence) -> bool:
+        """Takes a sequence out; False when it was not waiting."""
+        key = (sequence.priority, None if sequence.preempted else sequence.team)
+        lane = self._lanes.get(key)
+        if lane is None or lane.sequences.pop(sequence.serial, None) is None:
+            return False
+        if not lane.sequences:
+            del self._lanes[key]
+        self._count(sequence, -1)
+        return True
+
+    def head(self) -> Sequence | None:
+        """The next sequence, which stays in the queue."""
+        if not self._lanes:
+            return None
+        lane = min(self._lanes.values(), key=self._order)
+        return next(iter(lane.sequences.values()))
+
+    def charge(self, sequence: Sequence, position: int) -> None:
+        """Charges its team for the positions up to `position` that it has not paid for yet."""
+        tokens = position - sequence.num_served
+        if tokens > 0:
+            self._teams[sequence.team].served += tokens / sequence.weight
+            sequence.num_served = position
+
+    def _lane(self, sequence: Sequence) -> _Lane:
+        team = None if sequence.preempted else sequence.team
+        key = (sequence.priority, team)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(sequence.priority, team, OrderedDict())
+        return lane
+
+    def _order(self, lane: _Lane) -> tuple[int, bool, float, int]:
+        served = 0.0 if lane.team is None else self._teams[lane.team].served
+        return (lane.priority, lane.team is not None, served, next(iter(lane.sequences)))
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        self._length += sign
+        self.tokens += sign * sequence.queued_tokens
+
+    def _floor(self) -> float:
+        """The least served of the present teams."""
+        return min((team.served for team in self._teams.values() if team.present), default=0.0)
+
+    def _forget(self) -> None:
+        """Drops idle teams that would start at the floor anyway; all when nobody is left."""
+        present = sum(team.present > 0 for team in self._teams.values())
+        if present == 0:
+            self._teams.clear()
+        elif len(self._teams) > present + _FORGET_ABOVE:
+            floor = self._floor()
+            self._teams = {
+                name: team
+                for name, team in self._teams.items()
+                if team.present or team.served > floor
+            }
