@@ -5,6 +5,7 @@ with httpx (two shared cores, upstream that answers at once). It aggregates noth
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,16 +52,14 @@ class Outcome(msgspec.Struct, kw_only=True):
     @property
     def itls(self) -> list[float]:
         """Gaps between chunks; a chunk of several tokens counts once."""
-        return [
-            later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)
-        ]
+        return [later - earlier for earlier, later in itertools.pairwise(self.chunks)]
 
 
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[Any] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -76,7 +75,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 class _Model(msgspec.Struct):
@@ -189,7 +188,7 @@ class Client:
 def _take(chunk: _Chunk, outcome: Outcome, text: list[str], now: float) -> None:
     """Enters one chunk. The text of the first choice counts, as the figures are per request."""
     if chunk.error is not None:
-        outcome.error, outcome.detail = "error event", _shorten(bytes(chunk.error))
+        outcome.error, outcome.detail = "error event", _shorten(msgspec.json.encode(chunk.error))
     if chunk.usage is not None:
         outcome.prompt_tokens = chunk.usage.prompt_tokens or 0
         outcome.output_tokens = chunk.usage.completion_tokens or 0
