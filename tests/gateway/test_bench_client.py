@@ -13,7 +13,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close
 
 
 class ScriptClock:
-    """Shows the time that the script says; `seen` lets the script wait until the client has looked."""
+    """Shows the time that the script says; `seen` waits until the client has looked."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -115,7 +115,8 @@ def _busiest_second(good: Sequence[Outcome]) -> float:
 
 
 def _most_at_once(good: Sequence[Outcome]) -> int:
-    """Requests open at the same moment, at most; one that ends as another starts is not."""
+    """Requests open at the same moment, at most. (`vllm bench serve` counts by whole seconds, which
+    shows more than there were when requests are shorter than that.)"""
     events = [(outcome.sent, 1) for outcome in good]
     events += [(outcome.chunks[-1], -1) for outcome in good]
     most = open_now = 0
