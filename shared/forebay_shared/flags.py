@@ -1,0 +1,248 @@
+"""Flags and environment -> a settings struct, and a settings struct -> environment.
+
+A field `max_num_seqs` is the flag `--max-num-seqs` (also `--max_num_seqs`) and the variable
+FOREBAY_MAX_NUM_SEQS; the flag wins. Kinds: int (also 8k, 2M as in vLLM), float, str, Secret,
+Literal, bool (`--x` and `--no-x`), tuple (a flag that may be repeated; in a variable parted by
+commas, or a JSON list). It knows no command and reads nothing but what it is given.
+"""
+
+import argparse
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from forebay_shared.settings import Secret, StartError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+PREFIX = "FOREBAY_"
+SYNONYMS = {"half": "float16", "float": "float32"}
+"""Values that vLLM spells otherwise."""
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of a settings struct, as a flag."""
+
+    name: str
+    kind: type
+    choices: tuple[str, ...]
+    repeatable: bool
+    meta: Meta
+    default: object
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def convert(self, text: str, source: str) -> object:
+        """The value that `text` means. Raises StartError, which names `source`, for a bad one."""
+        value = _convert(self, text)
+        if value is None or not _within(self.meta, value):
+            shown = "this value" if self.kind is Secret else repr(text)
+            raise StartError(f"{source}: {shown} is not {self.expected}")
+        return value
+
+    @property
+    def expected(self) -> str:
+        """What a right value is, in words."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.kind is bool:
+            return "true or false"
+        if self.kind not in {int, float}:
+            return "a text"
+        noun = "an integer" if self.kind is int else "a number"
+        return f"{noun} {_bounds(self.meta)}".rstrip()
+
+
+def options(settings: type[msgspec.Struct]) -> list[Option]:
+    """The fields of a settings struct, in its order."""
+    return [_option(field) for field in msgspec.structs.fields(settings)]
+
+
+def parse(
+    settings: type[S],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    parser: argparse.ArgumentParser,
+    positional: str = "",
+) -> S:
+    """The settings that `arguments` and `environment` ask for.
+
+    `parser` has the flags already (`add_flags`). Raises StartError in one line.
+    """
+    given, unknown = parser.parse_known_args([_dashes(word) for word in arguments])
+    found = options(settings)
+    if unknown:
+        raise StartError(_unknown(unknown[0], found, positional))
+    values: dict[str, object] = {}
+    for option in found:
+        words: list[str] | None = getattr(given, option.name, None)
+        source = option.flag
+        if option.name == positional and given.positional is not None:
+            words, source = [given.positional], positional.upper()
+        if words is None and option.variable in environment:
+            words, source = _from_variable(option, environment), option.variable
+        if words is not None:
+            items = [option.convert(word, source) for word in words]
+            values[option.name] = tuple(items) if option.repeatable else items[-1]
+    return settings(**values)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    settings: type[msgspec.Struct],
+    groups: Mapping[str, Iterable[str]],
+    *,
+    positional: str = "",
+    hidden: Iterable[str] = (),
+) -> None:
+    """Adds every field to `parser`, under the headings of `groups`; what is in none comes last."""
+    homes = {name: parser.add_argument_group(title) for title in groups for name in groups[title]}
+    rest = parser.add_argument_group("more")
+    for option in options(settings):
+        home = homes.get(option.name, rest)
+        text = argparse.SUPPRESS if option.name in hidden else _help(option)
+        if option.name == positional:
+            name = positional.upper()
+            parser.add_argument("positional", nargs="?", metavar=name, help=_help(option))
+            text = argparse.SUPPRESS
+        if option.kind is bool:
+            negative = "--no-" + option.flag.removeprefix("--")
+            flags: dict[str, Any] = {"dest": option.name, "action": "append_const"}
+            home.add_argument(option.flag, const="true", help=text, **flags)
+            home.add_argument(negative, const="false", help=argparse.SUPPRESS, **flags)
+        else:
+            shown = "{" + ",".join(option.choices) + "}" if option.choices else _metavar(option)
+            home.add_argument(
+                option.flag, dest=option.name, action="append", metavar=shown, help=text
+            )
+
+
+def to_environment(settings: msgspec.Struct) -> dict[str, str]:
+    """The variables that give `settings` again: how a supervisor hands them, secrets too, on."""
+    variables: dict[str, str] = {}
+    for option in options(type(settings)):
+        value: Any = getattr(settings, option.name)
+        if option.repeatable:
+            variables[option.variable] = msgspec.json.encode([str(item) for item in value]).decode()
+        elif option.kind is bool:
+            variables[option.variable] = "true" if value else "false"
+        else:
+            variables[option.variable] = str(value)
+    return variables
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises StartError where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise StartError(message.removeprefix("argument ").replace(": expected one", " needs one"))
+
+
+def _option(field: msgspec.structs.FieldInfo) -> Option:
+    kind, meta = field.type, Meta()
+    if get_origin(kind) is Annotated:
+        kind, meta = get_args(kind)[:2]
+    repeatable = get_origin(kind) is tuple
+    if repeatable:
+        kind = get_args(kind)[0]
+    choices: tuple[str, ...] = get_args(kind) if get_origin(kind) is Literal else ()
+    return Option(field.name, str if choices else kind, choices, repeatable, meta, field.default)
+
+
+def _convert(option: Option, text: str) -> object:
+    """None when `text` means nothing of the option's kind."""
+    if option.choices:
+        text = SYNONYMS.get(text, text)
+        return text if text in option.choices else None
+    if option.kind is bool:
+        words = {"true": True, "1": True, "yes": True, "on": True}
+        return (words | dict.fromkeys(("false", "0", "no", "off"), False)).get(text.lower())
+    if option.kind is int:
+        match = re.fullmatch(r"(-?\d+)([kmgKMG]?)", text.strip(), re.ASCII)
+        return int(match[1]) * _UNITS.get(match[2], 1) if match else None
+    if option.kind is float:
+        try:
+            number = float(text)
+        except ValueError:
+            return None
+        return number if math.isfinite(number) else None
+    return option.kind(text)
+
+
+def _within(meta: Meta, value: object) -> bool:
+    if not isinstance(value, int | float):
+        return True
+    return (
+        (meta.ge is None or value >= meta.ge)
+        and (meta.gt is None or value > meta.gt)
+        and (meta.le is None or value <= meta.le)
+        and (meta.lt is None or value < meta.lt)
+    )
+
+
+def _bounds(meta: Meta) -> str:
+    low = f"at least {meta.ge}" if meta.ge is not None else ""
+    low = f"above {meta.gt}" if meta.gt is not None else low
+    high = f"at most {meta.le}" if meta.le is not None else ""
+    high = f"below {meta.lt}" if meta.lt is not None else high
+    return " and ".join(part for part in (low, high) if part)
+
+
+def _from_variable(option: Option, environment: Mapping[str, str]) -> list[str]:
+    text = environment[option.variable]
+    if not option.repeatable:
+        return [text]
+    if not text.startswith("["):
+        return [word.strip() for word in text.split(",") if word.strip()]
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError:
+        raise StartError(f"{option.variable}: not a JSON list of texts") from None
+
+
+def _dashes(word: str) -> str:
+    """`--max_num_seqs=4` -> `--max-num-seqs=4`, as vLLM reads it too."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _unknown(word: str, found: Sequence[Option], positional: str) -> str:
+    if not word.startswith("-"):
+        only = f"one {positional.upper()} at most" if positional else "flags only"
+        return f"unexpected argument {word!r}: {only}"
+    flag = word.partition("=")[0]
+    close = difflib.get_close_matches(flag, [option.flag for option in found], n=1)
+    return f"unknown flag {flag}: " + (f"did you mean {close[0]}?" if close else "see --help")
+
+
+def _help(option: Option) -> str:
+    text = option.meta.description or ""
+    if option.kind is bool:
+        default = "on" if option.default else "off"
+        return f"{text} (default: {default}; --no-{option.name.replace('_', '-')} turns it off)"
+    if option.kind is Secret or option.default in ("", ()):
+        return text
+    return f"{text} (default: {option.default})"
+
+
+def _metavar(option: Option) -> str:
+    kinds = {int: "N", float: "X", Secret: "SECRET"}
+    return kinds.get(option.kind, "TEXT")
