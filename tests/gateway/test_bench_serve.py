@@ -134,7 +134,9 @@ def test_chat_prompts_are_words_and_warmups_are_not_counted(
         == 0
     )
     assert len(server.asked) == 1 + 2 + 6
-    assert all(len(b["messages"][0]["content"].split()) == 5 for b in server.asked[1:])
+    prompts = [body["messages"][0]["content"] for body in server.asked[1:]]
+    assert all(len(prompt.split()) == 5 for prompt in prompts)
+    assert not set(prompts[:2]) & set(prompts[2:])
     assert "Successful requests:                     6\n" in capsys.readouterr().out
 
 

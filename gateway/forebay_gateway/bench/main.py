@@ -57,7 +57,7 @@ async def bench(options: BenchOptions) -> tuple[Metrics, list[Outcome]]:
         as_ids = await _takes_ids(client, options, model)
         bodies = [_body(options, model, sample, as_ids) for sample in samples]
         if options.num_warmups:
-            warmups = [bodies[index % len(bodies)] for index in range(options.num_warmups)]
+            warmups = [_body(options, model, sample, as_ids) for sample in _warmup_samples(options)]
             await load.play(
                 client, warmups, [0.0] * len(warmups), max_concurrency=options.max_concurrency
             )
@@ -73,6 +73,12 @@ async def bench(options: BenchOptions) -> tuple[Metrics, list[Outcome]]:
     for sample, outcome in zip(samples, outcomes, strict=True):
         outcome.prompt_tokens = outcome.prompt_tokens or len(sample.prompt)
     return measure(outcomes, duration, options.metric_percentiles, options.goodput), outcomes
+
+
+def _warmup_samples(options: BenchOptions) -> list[Sample]:
+    """Of the same kind but with other tokens, so that no prefix cache knows the run's prompts."""
+    count = options.num_warmups
+    return make_samples(msgspec.structs.replace(options, num_prompts=count, seed=~options.seed))
 
 
 def _offsets(options: BenchOptions, samples: Sequence[Sample]) -> list[float]:
