@@ -58,7 +58,7 @@ class ScheduledRow:
 
 @dataclass(slots=True)
 class Sampled:
-    """The token of one sampling row. `corrupt`: its logits held a NaN, so the sequence must fail."""
+    """The token of one sampling row. `corrupt`: its logits held a NaN, so it must fail."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -1,0 +1,145 @@
+"""The sampler: one token per row of logits, each row by its own sequence's settings.
+
+A row is read and changed through its sequence alone, so that its token is the same, bit for bit,
+in any batch. What only needs an argmax is done for the batch at once: 16 greedy rows of 49,152 ids
+take 0.7 ms on one Zen 3 core. It knows no model and no cache.
+
+Order, as in vLLM: log-probabilities of the raw logits; then allowed ids, banned ids, bias,
+penalties; greedy stops here; temperature, min_p, top_k, top_p, noise.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.wire import TokenLogprobs
+from torch import Tensor
+
+from forebay_worker.engine.batch import Sampled, SequenceState
+from forebay_worker.engine.noise import Words, gumbel
+
+# Where most top_p sets end: 1,024 of 49,152 cost 0.6 ms to select, all of them 4 ms to sort.
+NUCLEUS = 1024
+MOST_BIAS = 1e30
+
+
+def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
+    """The next token of each sequence by its row of logits [S, vocabulary] float32; changes them.
+
+    A row with a NaN, or with no finite largest logit once masked, is corrupt.
+    """
+    tops, argmaxes = logits.max(dim=-1)
+    tokens, finite = argmaxes.tolist(), tops.isfinite().tolist()
+    return [
+        Sampled(0, corrupt=True)
+        if not finite[row]
+        else Sampled(tokens[row])
+        if _is_plain_greedy(sequence)
+        else _sample_row(logits[row], sequence)
+        for row, sequence in enumerate(sequences)
+    ]
+
+
+def _is_plain_greedy(sequence: SequenceState) -> bool:
+    params = sequence.sampling
+    return params.greedy and params.logprobs is None and not _is_masked(sequence)
+
+
+def _is_masked(sequence: SequenceState) -> bool:
+    params = sequence.sampling
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+        or sequence.banned_ids()
+    )
+
+
+def _sample_row(logits: Tensor, sequence: SequenceState) -> Sampled:
+    params = sequence.sampling
+    logprobs = None if params.logprobs is None else logits.log_softmax(dim=-1)
+    if _is_masked(sequence):
+        _mask(logits, sequence)
+        if not logits.max().isfinite():
+            return Sampled(0, corrupt=True)
+    token = int(logits.argmax()) if params.greedy else _draw(logits, sequence)
+    if logprobs is None:
+        return Sampled(token)
+    return Sampled(token, _token_logprobs(logprobs, token, params.logprobs or 0))
+
+
+def _token_logprobs(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
+    values, ids = logprobs.topk(min(count, len(logprobs)))
+    top = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(logprob=float(logprobs[token]), top=top)
+
+
+def _mask(logits: Tensor, sequence: SequenceState) -> None:
+    """In place: what the client and the engine allow, favour and punish."""
+    params = sequence.sampling
+    if params.allowed_token_ids:
+        allowed = torch.tensor(params.allowed_token_ids)
+        kept = logits[allowed]
+        logits.fill_(-math.inf)
+        logits[allowed] = kept
+    if banned := sequence.banned_ids():
+        logits[torch.tensor(banned)] = -math.inf
+    if params.logit_bias:
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
+        logits[torch.tensor(list(params.logit_bias))] += bias.clamp(-MOST_BIAS, MOST_BIAS).float()
+    if params.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(np.array(sequence.token_ids, np.int64)))
+        old = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(old > 0, old / penalty, old * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        output = np.array(sequence.token_ids[sequence.num_prompt :], np.int64)
+        ids, counts = (torch.from_numpy(each) for each in np.unique(output, return_counts=True))
+        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts.float()
+
+
+def _draw(logits: Tensor, sequence: SequenceState) -> int:
+    """A draw from softmax(logits / temperature) over the kept ids, by Gumbel-max."""
+    params = sequence.sampling
+    scores = logits / params.temperature
+    ids: Words = np.arange(len(scores), dtype=np.uint32)
+    floor = _floor(scores, params)
+    if floor > -math.inf:
+        kept = (scores >= floor).nonzero().squeeze(1)
+        scores, ids = scores[kept], ids[kept.numpy()]
+    noise = gumbel(sequence.seed, len(sequence.token_ids), ids)
+    return int(ids[int((scores + noise).argmax())])
+
+
+def _floor(scores: Tensor, params: SamplingParams) -> float:
+    """The least score that min_p, top_k and top_p keep; equal scores stay or go together.
+
+    top_p's mass is counted among what top_k keeps.
+    """
+    floor = -math.inf
+    if params.min_p > 0:
+        floor = float(scores.max()) + math.log(params.min_p)
+    least = -math.inf
+    if 0 < params.top_k < len(scores):
+        least = float(scores.topk(params.top_k).values[-1])
+    if params.top_p < 1:
+        least = _nucleus(scores, least, params.top_p)
+    return max(floor, least)
+
+
+def _nucleus(scores: Tensor, least: float, top_p: float) -> float:
+    """The least score whose ids have less than top_p of the probability above them, of those from
+    `least` on."""
+    weights = (scores - scores.max()).exp_()
+    budget = top_p * float(torch.where(scores >= least, weights, 0.0).sum())
+    for count in (min(NUCLEUS, len(scores)), len(scores)):
+        best = scores.topk(count).values
+        mass = (best - best[0]).exp_()
+        inside = int((mass.cumsum(0) - mass < budget).sum())
+        if inside < count:
+            break
+    return max(least, float(best[max(inside, 1) - 1]))

@@ -1,0 +1,142 @@
+"""From safetensors to the decoder's packed parameters; every flaw of a file is one line.
+
+It knows files and `models.decoder.parameters`, not what the parameters compute.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from forebay_worker.models.config import ModelConfig, ModelError
+from forebay_worker.models.decoder import Parameter, parameters
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# What older checkpoints store though it follows from the config.
+DERIVED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+
+
+def load(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: bool
+) -> dict[str, Tensor]:
+    """The packed parameters by name. Raises ModelError that names the first bad file or tensor."""
+    with ExitStack() as stack:
+        tensors = _open(directory, stack)
+        wanted = list(parameters(config))
+        _check_names(tensors, wanted, config)
+        with tqdm(
+            total=sum(_numel(parameter.shape) for parameter in wanted) * dtype.itemsize,
+            desc="loading weights",
+            unit="B",
+            unit_scale=True,
+            disable=None if progress else True,
+        ) as bar:
+            packed: dict[str, Tensor] = {}
+            for parameter in wanted:
+                packed[parameter.name] = _pack(tensors, parameter, dtype, device)
+                bar.update(packed[parameter.name].nbytes)
+    return packed
+
+
+def dummy(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int
+) -> dict[str, Tensor]:
+    """Random parameters of the right shapes, the same for one seed and device: matrices of
+    1 / sqrt(columns), so that activations keep their size; norms are 1."""
+    noise = torch.Generator(device).manual_seed(seed)
+
+    def draw(parameter: Parameter) -> Tensor:
+        tensor = torch.ones(parameter.shape, dtype=dtype, device=device)
+        if parameter.columns is not None:
+            tensor.normal_(0, 1 / math.sqrt(parameter.columns), generator=noise)
+        return tensor
+
+    return {parameter.name: draw(parameter) for parameter in parameters(config)}
+
+
+class _File:
+    """One open safetensors file: mapped, so a tensor's pages are read when it is copied."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        try:
+            self._handle: Any = stack.enter_context(safe_open(path, framework="pt"))
+        except FileNotFoundError:
+            raise ModelError(f"{path.parent} lacks {path.name}.") from None
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is not a whole safetensors file ({error}).") from None
+
+    def names(self) -> list[str]:
+        return list(self._handle.keys())
+
+    def read(self, name: str) -> Tensor:
+        try:
+            return self._handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from None
+
+
+def _open(directory: Path, stack: ExitStack) -> dict[str, _File]:
+    """Which file holds each tensor of the checkpoint."""
+    index = directory / INDEX
+    if not index.exists():
+        single = _File(directory / SINGLE, stack)
+        return dict.fromkeys(single.names(), single)
+    try:
+        names: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        raise ModelError(f"{index} is not a safetensors index.") from None
+    shards = {name: _File(directory / name, stack) for name in sorted(set(names.values()))}
+    held = {name: shard for shard in shards.values() for name in shard.names()}
+    for name, shard in names.items():
+        if name not in held:
+            raise ModelError(f"{directory / shard} lacks tensor {name}, which {INDEX} names.")
+    return held
+
+
+def _check_names(held: Iterable[str], wanted: list[Parameter], config: ModelConfig) -> None:
+    have = set(held)
+    need = [part for parameter in wanted for part in parameter.parts]
+    for name in need:
+        if name not in have:
+            raise ModelError(f"The checkpoint lacks tensor {name}.")
+    # A tied head may be stored all the same.
+    optional = {"lm_head.weight"} if config.tied_embeddings else set[str]()
+    for name in sorted(have - set(need) - optional):
+        if not name.endswith(DERIVED):
+            raise ModelError(f"The checkpoint holds tensor {name}, which {config.family} lacks.")
+
+
+def _pack(
+    tensors: dict[str, _File], parameter: Parameter, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    packed = torch.empty(parameter.shape, dtype=dtype, device=device)
+    for name, target in zip(parameter.parts, _split(packed, parameter), strict=True):
+        source = tensors[name].read(name)
+        if source.shape != target.shape:
+            raise ModelError(
+                f"Tensor {name} has shape {list(source.shape)}, not {list(target.shape)}."
+            )
+        if not source.is_floating_point():
+            raise ModelError(f"Tensor {name} holds {source.dtype}, not floating point numbers.")
+        target.copy_(source)
+    return packed
+
+
+def _split(packed: Tensor, parameter: Parameter) -> Iterator[Tensor]:
+    start = 0
+    for size in parameter.sizes:
+        yield packed[start : start + size]
+        start += size
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)

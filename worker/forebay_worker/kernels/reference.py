@@ -1,0 +1,146 @@
+"""Plain torch twins of the kernels: the CPU path runs them, the GPU kernels are tested by them.
+
+Shapes: T tokens of a step, R rows, H query heads, K key-value heads, D head size. A layer's cache
+is a pair of [blocks, block_size, K, D] tensors. It knows no model, no request and no settings.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """One layer's keys and values, each [blocks, block_size, K, D]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the layers read of a step: `num_decodes` rows of one token first, then prefill chunks.
+
+    Attributes:
+        token_ids, positions, kv_slots: [T] int64; kv_slots is where each token's KV goes.
+        starts: [R + 1] int64, row r owns tokens starts[r] to starts[r + 1].
+        kv_lens: [R] int64, positions that row r's last token attends to, itself included.
+        block_tables: [R, most blocks of a row] int64, padded with 0.
+        logits_at: [S] int64, the last token of each sampling row.
+        host_starts, host_kv_lens: the same as host integers, for loops over rows.
+    """
+
+    num_decodes: int
+    token_ids: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+    starts: Tensor
+    kv_lens: Tensor
+    block_tables: Tensor
+    logits_at: Tensor
+    host_starts: list[int]
+    host_kv_lens: list[int]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, where gate and up are the halves of the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [T, heads, D], half-split layout; cos and sin are [T, 1, D / 2]."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def rope_store(
+    qkv: Tensor,
+    step: Step,
+    cos_sin: Tensor,
+    cache: KvCache,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Splits qkv [T, (H + 2K) * D], norms q and k heads where weights are given, rotates them and
+    writes keys and values into the cache. cos_sin is [positions, D] float32, cosines first.
+
+    Returns q [T, H, D].
+    """
+    kv_heads, head_dim = cache.keys.shape[-2:]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    cos, sin = cos_sin[step.positions].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
+    cache.keys.view(-1, kv_heads, head_dim)[step.kv_slots] = rotate(k, cos, sin)
+    cache.values.view(-1, kv_heads, head_dim)[step.kv_slots] = v
+    return rotate(q, cos, sin)
+
+
+def paged_attention(q: Tensor, step: Step, cache: KvCache) -> Tensor:
+    """Causal attention of q [T, H, D] over the rows' cached positions. Returns [T, H * D].
+
+    A row reads no slot but its own filled ones, so what another sequence left in the cache (a NaN,
+    say) can never reach it, not even through a masked position.
+    """
+    out = torch.empty_like(q)
+    if step.num_decodes:
+        out[: step.num_decodes] = _decode(q[: step.num_decodes], step, cache)
+    for row in range(step.num_decodes, len(step.host_kv_lens)):
+        start, end = step.host_starts[row : row + 2]
+        out[start:end] = _chunk(q[start:end], step.block_tables[row], step.host_kv_lens[row], cache)
+    return out.view(len(q), -1)
+
+
+def _decode(q: Tensor, step: Step, cache: KvCache) -> Tensor:
+    """One query token per row: [R, H, D] over a padded gather of each row's positions."""
+    block_size, kv_heads, head_dim = cache.keys.shape[1:]
+    rows = step.num_decodes
+    lens = step.kv_lens[:rows, None]
+    columns = torch.arange(max(step.host_kv_lens[:rows]), device=q.device)
+    at = torch.minimum(columns, lens - 1)
+    slots = step.block_tables.gather(1, at // block_size) * block_size + at % block_size
+    keys = cache.keys.view(-1, kv_heads, head_dim)[slots].transpose(1, 2)
+    values = cache.values.view(-1, kv_heads, head_dim)[slots].transpose(1, 2)
+    scores = q.view(rows, kv_heads, -1, head_dim) @ keys.transpose(2, 3) / math.sqrt(head_dim)
+    scores.masked_fill_((columns >= lens)[:, None, None, :], -math.inf)
+    return (scores.float().softmax(-1).to(q.dtype) @ values).view(q.shape)
+
+
+def _chunk(q: Tensor, block_table: Tensor, kv_len: int, cache: KvCache) -> Tensor:
+    """The last len(q) of one row's kv_len positions, [t, H, D]: each over those before and itself."""
+    block_size, kv_heads, head_dim = cache.keys.shape[1:]
+    blocks = block_table[: -(-kv_len // block_size)]
+    keys = cache.keys[blocks].view(-1, kv_heads, head_dim)[:kv_len]
+    values = cache.values[blocks].view(-1, kv_heads, head_dim)[:kv_len]
+    groups = q.shape[1] // kv_heads
+    shape = (kv_heads, groups, kv_len, head_dim)
+    mask = None
+    if kv_len > len(q):
+        mask = torch.ones(len(q), kv_len, dtype=torch.bool, device=q.device).tril(kv_len - len(q))
+    out = functional.scaled_dot_product_attention(
+        q.view(-1, kv_heads, groups, head_dim).permute(1, 2, 0, 3),
+        keys.transpose(0, 1).unsqueeze(1).expand(shape),
+        values.transpose(0, 1).unsqueeze(1).expand(shape),
+        attn_mask=mask,
+        is_causal=mask is None,
+    )
+    return out.permute(2, 0, 1, 3).reshape(q.shape)

@@ -1,0 +1,39 @@
+"""Ops: the kernels that the layers call, as one object that the runner picks for its device.
+
+`kernels.reference` satisfies it as a module. It knows no model.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from forebay_worker.kernels.reference import KvCache, Step
+
+
+class Ops(Protocol):
+    """`kernels.reference` has the shapes and formulas."""
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    @staticmethod
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @staticmethod
+    def silu_mul(gate_up: Tensor) -> Tensor: ...
+
+    @staticmethod
+    def rope_store(
+        qkv: Tensor,
+        step: Step,
+        cos_sin: Tensor,
+        cache: KvCache,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor: ...
+
+    @staticmethod
+    def paged_attention(q: Tensor, step: Step, cache: KvCache) -> Tensor: ...

@@ -1,0 +1,160 @@
+"""Decoder: the one transformer that all families share, and the list of its parameters.
+
+It knows shapes and names of weights, not files; it reads a flattened step, not requests.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from forebay_worker.kernels.reference import KvCache, Step
+from forebay_worker.layers import rope
+from forebay_worker.layers.attention import Attention
+from forebay_worker.layers.linear import Linear
+from forebay_worker.layers.mlp import Mlp
+from forebay_worker.layers.norm import RmsNorm
+from forebay_worker.layers.ops import Ops
+from forebay_worker.models.config import ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A packed parameter: the checkpoint's tensors `parts`, of `sizes` rows, one under another."""
+
+    name: str
+    parts: tuple[str, ...]
+    sizes: tuple[int, ...]
+    columns: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows = sum(self.sizes)
+        return (rows,) if self.columns is None else (rows, self.columns)
+
+
+def parameters(config: ModelConfig) -> Iterator[Parameter]:
+    """Every parameter of the decoder, in the order of the layers."""
+    yield Parameter(EMBEDDING, (EMBEDDING,), (config.vocab_size,), config.hidden_size)
+    for layer in range(config.num_layers):
+        yield from _layer_parameters(config, f"model.layers.{layer}")
+    yield Parameter(FINAL_NORM, (FINAL_NORM,), (config.hidden_size,))
+    if not config.tied_embeddings:
+        yield Parameter(HEAD, (HEAD,), (config.vocab_size,), config.hidden_size)
+
+
+def _layer_parameters(config: ModelConfig, at: str) -> Iterator[Parameter]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    attention, mlp = f"{at}.self_attn", f"{at}.mlp"
+    qkv = tuple(f"{attention}.{part}_proj" for part in "qkv")
+    qkv_sizes = (config.q_size, config.kv_size, config.kv_size)
+    gate_up = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+    yield _plain(f"{at}.input_layernorm.weight", hidden)
+    yield from _linear(f"{attention}.qkv", qkv, qkv_sizes, hidden, config.qkv_bias)
+    if config.qk_norm:
+        yield _plain(f"{attention}.q_norm.weight", config.head_dim)
+        yield _plain(f"{attention}.k_norm.weight", config.head_dim)
+    output = f"{attention}.o_proj"
+    yield from _linear(output, (output,), (hidden,), config.q_size, config.output_bias)
+    yield _plain(f"{at}.post_attention_layernorm.weight", hidden)
+    yield from _linear(f"{mlp}.gate_up", gate_up, (inner, inner), hidden, config.mlp_bias)
+    down = f"{mlp}.down_proj"
+    yield from _linear(down, (down,), (hidden,), inner, config.mlp_bias)
+
+
+def _plain(name: str, size: int) -> Parameter:
+    return Parameter(name, (name,), (size,))
+
+
+def _linear(
+    name: str, parts: tuple[str, ...], sizes: tuple[int, ...], columns: int, bias: bool
+) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", tuple(f"{part}.weight" for part in parts), sizes, columns)
+    if bias:
+        yield Parameter(f"{name}.bias", tuple(f"{part}.bias" for part in parts), sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attention_norm: RmsNorm
+    attention: Attention
+    mlp_norm: RmsNorm
+    mlp: Mlp
+
+
+class Decoder:
+    """Embedding, layers, final norm and head over a step's tokens."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, max_model_len: int
+    ) -> None:
+        """`weights` holds each of `parameters(config)` by its name, all on one device."""
+        self._embedding = weights[EMBEDDING]
+        cos_sin = _cos_sin(config, max_model_len).to(self._embedding.device)
+        self._layers = [
+            _layer(config, weights, f"model.layers.{layer}", cos_sin, ops)
+            for layer in range(config.num_layers)
+        ]
+        self._norm = RmsNorm(weights[FINAL_NORM], config.norm_eps, ops)
+        self._head = Linear(weights[EMBEDDING if config.tied_embeddings else HEAD])
+
+    def forward(self, step: Step, caches: list[KvCache]) -> Tensor:
+        """Writes the step's KV into each layer's cache; returns hidden states [T, hidden]."""
+        hidden = functional.embedding(step.token_ids, self._embedding)
+        residual: Tensor | None = None
+        for layer, cache in zip(self._layers, caches, strict=True):
+            if residual is None:
+                hidden, residual = layer.attention_norm(hidden), hidden
+            else:
+                hidden, residual = layer.attention_norm.add(hidden, residual)
+            hidden = layer.attention(hidden, step, cache)
+            hidden, residual = layer.mlp_norm.add(hidden, residual)
+            hidden = layer.mlp(hidden)
+        return hidden if residual is None else hidden + residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, vocabulary] float32 of `forward`'s rows [S, hidden]."""
+        return self._head(self._norm(hidden)).float()
+
+
+def _layer(
+    config: ModelConfig, weights: Mapping[str, Tensor], at: str, cos_sin: Tensor, ops: Ops
+) -> Layer:
+    def linear(name: str) -> Linear:
+        return Linear(weights[f"{at}.{name}.weight"], weights.get(f"{at}.{name}.bias"))
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(weights[f"{at}.{name}.weight"], config.norm_eps, ops)
+
+    attention = Attention(
+        qkv=linear("self_attn.qkv"),
+        output=linear("self_attn.o_proj"),
+        q_norm=weights.get(f"{at}.self_attn.q_norm.weight"),
+        k_norm=weights.get(f"{at}.self_attn.k_norm.weight"),
+        eps=config.norm_eps,
+        cos_sin=cos_sin,
+        ops=ops,
+    )
+    mlp = Mlp(linear("mlp.gate_up"), linear("mlp.down_proj"), ops)
+    return Layer(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)
+
+
+def _cos_sin(config: ModelConfig, positions: int) -> Tensor:
+    freq = rope.frequencies(config.head_dim, config.rope_theta)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        freq = freq / scaling.factor
+    elif scaling is not None:
+        freq = rope.llama3_scaled(
+            freq,
+            scaling.factor,
+            scaling.low_freq_factor,
+            scaling.high_freq_factor,
+            scaling.original_max_position,
+        )
+    return rope.cos_sin_table(freq, positions)
