@@ -1,40 +1,121 @@
 """The gateway's side of the bus, wired: `async with connect(settings) as backend`."""
 
+import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import cast
 
+from forebay_shared import keys
+from forebay_shared.bus import Publisher, Reader
+from forebay_shared.errors import BusError
 from forebay_shared.settings import GatewaySettings
-from forebay_shared.telemetry import GatewayMetrics
+from forebay_shared.supervise import Supervisor, shielded
+from forebay_shared.telemetry import GatewayMetrics, render, snapshot
+from prometheus_client import CollectorRegistry
 
 from forebay_gateway.dispatch import Dispatcher
+from forebay_gateway.inbox import Inbox
 from forebay_gateway.roster import Roster
 from forebay_gateway.store import Store
+
+TICK_S = 0.25
+FAREWELL_S = 1.0
 
 
 class Backend:
     """What the HTTP layer uses. `telemetry` is where it counts requests and open streams."""
 
-    roster: Roster
-    dispatcher: Dispatcher
-    store: Store
-    telemetry: GatewayMetrics
-
-    async def metrics(self) -> str:
-        """One Prometheus exposition of this process and of every live gateway and worker."""
-        raise NotImplementedError
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.gateway = keys.incarnation()
+        self.telemetry = GatewayMetrics(CollectorRegistry())
+        self.publisher = Publisher(settings.redis_url)
+        self.inbox = Inbox(self.telemetry)
+        self.roster = Roster(self.publisher, self.telemetry)
+        self.store = Store(self.publisher)
+        self.reader = Reader(
+            settings.redis_url, [self.inbox.feed(self.gateway), self.roster.feed()]
+        )
+        self.dispatcher = Dispatcher(
+            self.gateway,
+            self.publisher,
+            self.roster,
+            self.inbox,
+            self.telemetry,
+            settings.queue_timeout_s,
+        )
 
     @property
     def connected(self) -> bool:
         """Redis answers."""
-        raise NotImplementedError
+        return self.reader.connected
+
+    async def metrics(self) -> str:
+        """One Prometheus exposition of this process and of every live gateway and worker."""
+        own = snapshot(self.telemetry.registry)
+        snapshots = [({"gateway": self.gateway}, own)]
+        with contextlib.suppress(BusError):
+            members = cast(list[bytes], await self.publisher.call("SMEMBERS", keys.gateways()))
+            others = [name.decode() for name in members if name.decode() != self.gateway]
+            for name, data in await self._fetch(others):
+                if data is None:
+                    self.publisher.call("SREM", keys.gateways(), name)
+                else:
+                    snapshots.append(({"gateway": name}, data))
+            workers = await self._fetch(self.roster.workers)
+            snapshots.extend(({}, data) for _, data in workers if data is not None)
+        return render(snapshots)
+
+    async def _fetch(self, processes: list[str]) -> list[tuple[str, bytes | None]]:
+        calls = [self.publisher.call("GET", keys.metrics(name)) for name in processes]
+        values = cast(list[bytes | None], await asyncio.gather(*calls))
+        return list(zip(processes, values, strict=True))
+
+    async def upkeep(self) -> None:
+        """Watches the workers and Redis, and renews what says that this gateway lives."""
+        loop = asyncio.get_running_loop()
+        renew_at = due = loop.time()
+        while True:
+            now = loop.time()
+            self.telemetry.loop_lag.observe(max(0.0, now - due))
+            self.roster.check(self.reader)
+            self.dispatcher.check(self.reader)
+            if now >= renew_at:
+                renew_at = now + keys.RENEW_S
+                self._renew()
+            due = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+
+    def _renew(self) -> None:
+        call = self.publisher.call
+        self.telemetry.inbox_tokens.set(self.inbox.tokens)
+        call("SET", keys.gateway_lease(self.gateway), "1", "PX", keys.LEASE_MS)
+        call("SADD", keys.gateways(), self.gateway)
+        call("PEXPIRE", keys.gateways(), keys.STREAM_TTL_MS)
+        metrics = snapshot(self.telemetry.registry)
+        call("SET", keys.metrics(self.gateway), metrics, "PX", keys.LEASE_MS)
+
+    async def farewell(self) -> None:
+        """Leaves nothing behind; the lease goes, so workers abort what this gateway left open."""
+        call = self.publisher.call
+        call("SREM", keys.gateways(), self.gateway)
+        call("DEL", keys.reply(self.gateway), keys.gateway_lease(self.gateway))
+        call("DEL", keys.metrics(self.gateway))
+        await self.publisher.drain()
 
 
 @asynccontextmanager
 async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
-    """Starts the reader, the publisher and the upkeep of one gateway incarnation; stops them on
-    leaving.
+    """Starts the reader, the publisher and the upkeep of one gateway incarnation.
 
-    Returns at once when Redis is away: everything then raises BusError until it is back.
+    Leaving stops them. Returns at once when Redis is away: everything then raises BusError until it
+    is back.
     """
-    raise NotImplementedError
-    yield Backend()
+    backend = Backend(settings)
+    async with Supervisor("gateway") as publishing:
+        publishing.start("publisher", backend.publisher.run())
+        async with Supervisor("gateway") as reading:
+            reading.start("reader", backend.reader.run())
+            reading.start("upkeep", backend.upkeep())
+            yield backend
+        await shielded(backend.farewell(), FAREWELL_S)

@@ -1,19 +1,54 @@
-"""From a job to its events: attempts, fencing, resubmission, cancel. The gateway that runs it owns
-the request.
+"""From a job to its events: attempts, fencing, resubmission, cancel.
 
-It knows no text, no HTTP and no Redis command: it sees token ids, the roster, the inbox and a
-publisher.
+The gateway that runs a job owns it: it numbers the attempts, drops what belongs to an old one, and
+places the job again, with the ids that were emitted, when its worker is lost. It knows no text and
+no HTTP: it sees token ids, the roster, the inbox and one lane per worker.
 """
 
-from types import TracebackType
+import asyncio
+import logging
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Self
 
 import msgspec
+from forebay_shared import keys
+from forebay_shared.bus import Publisher, Reader
+from forebay_shared.errors import (
+    BusError,
+    ForebayError,
+    NoWorkerError,
+    OverloadedError,
+    WorkerLostError,
+    from_code,
+)
+from forebay_shared.lane import Lane
 from forebay_shared.models import ModelCard
+from forebay_shared.packets import WORK
 from forebay_shared.sampling import SamplingParams
-from forebay_shared.wire import Delta, Done, Started
+from forebay_shared.telemetry import GatewayMetrics
+from forebay_shared.wire import Cancel, Submit, Work, pack_ids
 
-Event = Started | Delta | Done
+from forebay_gateway.inbox import Box, Inbox
+from forebay_gateway.ledger import Event, Ledger
+from forebay_gateway.roster import Roster, Worker
+from forebay_gateway.router import pick
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+ACCEPT_S = 4.0
+"""A worker takes a request in at once; one that has not answered for this long is passed over."""
+LANE_PATIENCE_S = 2.5
+"""A worker that lives makes its stream anew within keys.RENEW_S."""
+LANE_LIMIT = 16_384
+REPLACE_S = 6.0
+"""Longest wait for another worker once one was lost: after the lease, an answer within 10 s."""
+BUS_AWAY_S = 8.0
+"""Redis away for longer ends what waits for it."""
+
+__all__ = ["Dispatcher", "Event", "Generation", "Job"]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,19 +65,39 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
 
 
+@dataclass(slots=True)
+class Placement:
+    """One attempt. `over` when its worker has nothing of it any more."""
+
+    worker: str
+    attempt: int
+    box: Box
+    timer: asyncio.TimerHandle
+    over: bool = False
+
+
 class Generation:
     """A running job. Use it as an async context manager; leaving it cancels what still runs."""
 
-    async def __aenter__(self) -> Self:
-        raise NotImplementedError
+    def __init__(self, dispatcher: "Dispatcher", job: Job) -> None:
+        self._dispatcher = dispatcher
+        self._ledger = Ledger(job.n)
+        self._attempts = 0
+        self._tried: set[str] = set()
+        self._error: ForebayError | None = None
+        self.job = job
+        self.placement: Placement | None = None
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        raise NotImplementedError
+    async def __aenter__(self) -> Self:
+        self._dispatcher.enter(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # Nothing is awaited here: a lane takes the cancel at once and the publisher's own task
+        # sends it, so a scope that cancels every await cannot keep a worker busy for nobody.
+        self._leave()
+        self._dispatcher.exit(self, cancelled=self._ledger.open)
+        self._ledger.clear()
 
     async def events(self) -> list[Event]:
         """Waits, then returns everything that is ready together; [] after the last Done.
@@ -55,15 +110,230 @@ class Generation:
             NoWorkerError, WorkerLostError, BusError, DeadlineError, EngineError, OverloadedError,
             and whatever InvalidRequestError the engine answers.
         """
-        raise NotImplementedError
+        while self._ledger.open:
+            placement = self.placement or await self._place()
+            box = placement.box
+            events = self._ledger.fold(box.take())
+            if not self._ledger.open:
+                placement.over = True
+                self._leave()
+            if events:
+                return events
+            if self.placement is not None and not self._recover(placement):
+                await box.wait()
+        return []
 
     def stop(self, index: int) -> None:
         """Aborts sequence `index` (a stop string matched); no further event of it is returned."""
-        raise NotImplementedError
+        if not self._ledger.drop(index) or self.placement is None:
+            return
+        if self._ledger.open:
+            self._dispatcher.cancel(self.job.request_id, self.placement, index)
+        else:
+            self._leave()
+
+    async def _place(self) -> Placement:
+        """Makes the next attempt: picks a worker, opens the box, then publishes."""
+        if self._attempts >= MAX_ATTEMPTS:
+            raise self._error or WorkerLostError(_LOST, retry_after_s=1.0)
+        worker = await self._dispatcher.choose(self.job.card, self._tried, self._error)
+        self._attempts += 1
+        self._ledger.begin()
+        self.placement = self._dispatcher.submit(worker, self._message())
+        return self.placement
+
+    def _message(self) -> Submit:
+        job = self.job
+        return Submit(
+            request_id=job.request_id,
+            attempt=self._attempts,
+            gateway=self._dispatcher.gateway,
+            prompt=pack_ids(job.prompt),
+            sampling=job.sampling,
+            starts=self._ledger.starts(),
+            cache_salt=job.cache_salt,
+            team=job.team,
+            weight=job.weight,
+            priority=job.priority,
+            queue_timeout_ms=self._dispatcher.queue_timeout_ms,
+        )
+
+    def _recover(self, placement: Placement) -> bool:
+        """Looks at what went wrong; True when the attempt was given up for another one."""
+        failed = self._ledger.failed
+        reason = self._ledger.lost or placement.box.lost
+        if placement.box.error is not None:
+            raise placement.box.error
+        if failed is not None:
+            placement.over = True
+            error = from_code(failed.code, failed.message, param=failed.param)
+            self._tried.add(placement.worker)
+            if not failed.retryable or self._full(error):
+                raise error
+            self._error = error
+            reason = "failed"
+        elif reason is not None:
+            self._error = WorkerLostError(_LOST, retry_after_s=1.0)
+            if reason != "bus_reset":
+                self._tried.add(placement.worker)
+        if reason is None:
+            return False
+        log.info("request %s attempt %d: %s", self.job.request_id, placement.attempt, reason)
+        self._dispatcher.metrics.resubmitted(reason)
+        self._leave()
+        return True
+
+    def _full(self, error: ForebayError) -> bool:
+        """The worker's queue is full, and so are those of all others."""
+        return type(error) is OverloadedError and not self._dispatcher.others(
+            self.job.card, self._tried
+        )
+
+    def _leave(self) -> None:
+        """Ends the current attempt: its box is closed, and what still runs of it is cancelled."""
+        placement, self.placement = self.placement, None
+        if placement is not None:
+            self._dispatcher.leave(self.job.request_id, placement)
+            if self._ledger.repeated:
+                self._dispatcher.metrics.dropped("duplicate", self._ledger.repeated)
+                self._ledger.repeated = 0
 
 
 class Dispatcher:
     """Places jobs on workers."""
 
+    def __init__(
+        self,
+        gateway: str,
+        publisher: Publisher,
+        roster: Roster,
+        inbox: Inbox,
+        metrics: GatewayMetrics,
+        queue_timeout_s: float,
+    ) -> None:
+        self.gateway = gateway
+        self.metrics = metrics
+        self.queue_timeout_ms = int(queue_timeout_s * 1000)
+        self._publisher = publisher
+        self._roster = roster
+        self._inbox = inbox
+        self._lanes: dict[str, Lane[Work]] = {}
+        self._generations: set[Generation] = set()
+        self._away_since: float | None = None
+        roster.on_lost(self._worker_lost)
+
+    def __len__(self) -> int:
+        """Jobs that are open."""
+        return len(self._generations)
+
     def generate(self, job: Job) -> Generation:
-        raise NotImplementedError
+        return Generation(self, job)
+
+    def enter(self, generation: Generation) -> None:
+        self._generations.add(generation)
+        self.metrics.open_generations.inc()
+
+    def exit(self, generation: Generation, *, cancelled: bool) -> None:
+        self._generations.discard(generation)
+        self.metrics.open_generations.dec()
+        if cancelled:
+            self.metrics.cancelled.inc()
+
+    async def choose(
+        self, card: ModelCard, avoid: Collection[str], after: ForebayError | None
+    ) -> Worker:
+        """The worker for the next attempt; waits for one, and less long `after` one was lost."""
+        tie = random.getrandbits(16)
+        if (worker := pick(self._roster.candidates(card), avoid=avoid, tie=tie)) is not None:
+            return worker
+        queue_timeout_s = self.queue_timeout_ms / 1000
+        try:
+            async with asyncio.timeout(
+                min(queue_timeout_s, REPLACE_S) if after else queue_timeout_s
+            ):
+                while True:
+                    await self._roster.changed()
+                    worker = pick(self._roster.candidates(card), avoid=avoid, tie=tie)
+                    if worker is not None:
+                        return worker
+        except TimeoutError:
+            raise after or NoWorkerError(
+                "No worker became ready in time. Please retry.", retry_after_s=5.0
+            ) from None
+
+    def others(self, card: ModelCard, tried: Collection[str]) -> bool:
+        """Whether a worker that was not tried could take the job."""
+        return any(worker.name not in tried for worker in self._roster.candidates(card))
+
+    def submit(self, worker: Worker, message: Submit) -> Placement:
+        """Opens the box, then sends the message."""
+        box = self._inbox.open(message.request_id, message.attempt)
+        worker.place(message.request_id, len(message.prompt) // 4)
+        self._lane(worker.name).send([message])
+        timer = asyncio.get_running_loop().call_later(ACCEPT_S, _expect, box)
+        return Placement(worker.name, message.attempt, box, timer)
+
+    def cancel(self, request_id: str, placement: Placement, index: int | None = None) -> None:
+        """Tells the worker to abort one sequence of an attempt, or all of it."""
+        message = Cancel(request_id=request_id, attempt=placement.attempt, index=index)
+        self._lane(placement.worker).send([message])
+
+    def leave(self, request_id: str, placement: Placement) -> None:
+        """Closes an attempt; cancels it unless it is over."""
+        placement.timer.cancel()
+        self._inbox.close(placement.box)
+        if (worker := self._roster.get(placement.worker)) is not None:
+            worker.forget(request_id)
+        if not placement.over:
+            self.cancel(request_id, placement)
+
+    def check(self, reader: Reader) -> None:
+        """Ends what waits for a Redis that stays away. Call it a few times per second."""
+        now = asyncio.get_running_loop().time()
+        if reader.connected:
+            self._away_since = None
+        elif self._away_since is None:
+            self._away_since = now
+        elif now - self._away_since > BUS_AWAY_S:
+            self._inbox.fail_all(_bus_away())
+
+    def _lane(self, worker: str) -> Lane[Work]:
+        lane = self._lanes.get(worker)
+        if lane is None:
+            lane = self._lanes[worker] = Lane(
+                self._publisher,
+                keys.work(worker),
+                WORK,
+                sender=self.gateway,
+                maxlen=keys.WORK_MAXLEN,
+                limit=LANE_LIMIT,
+                patience_s=LANE_PATIENCE_S,
+                undelivered=self._undelivered,
+            )
+        return lane
+
+    def _undelivered(self, messages: list[Work], error: BusError | None) -> None:
+        for message in messages:
+            box = self._inbox.get(message.request_id, message.attempt)
+            if isinstance(message, Submit) and box is not None:
+                if error is not None:
+                    box.fail(error)
+                else:
+                    box.lose("not_accepted")
+
+    def _worker_lost(self, worker: str) -> None:
+        for generation in self._generations:
+            if generation.placement is not None and generation.placement.worker == worker:
+                generation.placement.box.lose("worker_lost")
+
+
+_LOST = "The worker was lost. Please retry."
+
+
+def _bus_away() -> BusError:
+    return BusError("The message bus is not available. Please retry.", retry_after_s=1.0)
+
+
+def _expect(box: Box) -> None:
+    if not box.heard:
+        box.lose("not_accepted")

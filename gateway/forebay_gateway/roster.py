@@ -1,21 +1,110 @@
-"""The gateway's picture of the workers: who lives, how loaded, which models they serve."""
+"""The gateway's picture of the workers: who lives, how loaded, which models they serve.
 
-from forebay_shared.models import ModelCard
+A worker is lost when it says farewell, or when no beacon came for keys.LEASE_MS while Redis
+answered all the time, both by this process's own monotonic clock: other hosts' clocks do not
+matter, and after an outage of Redis everybody has a fresh lease. It knows no request beyond the
+tokens placed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import msgspec
+from forebay_shared import keys
+from forebay_shared.bus import Feed, Publisher, Reader
+from forebay_shared.errors import ModelNotFoundError, NoWorkerError
+from forebay_shared.link import Value
+from forebay_shared.models import ModelCard, content_hash
+from forebay_shared.packets import ROSTER
+from forebay_shared.telemetry import GatewayMetrics
+from forebay_shared.wire import Beacon, Farewell, Load, RosterEvent
+
+log = logging.getLogger(__name__)
+
+LEASE_S = keys.LEASE_MS / 1000
+KEEP_CARD_S = 600.0
+"""A model whose last worker went away stays known for so long: its requests wait, not 404."""
+SLOW_STEP_S = 10.0
+"""A worker whose engine has not come round for this long gets nothing new."""
+HUNG_STEP_S = 120.0
+"""A worker whose engine has not come round for this long is lost."""
+
+_decode_card = msgspec.msgpack.Decoder(ModelCard).decode
+_decode_beacon = msgspec.msgpack.Decoder(Beacon).decode
+
+
+class Worker:
+    """A live worker. Its load is the last report plus what was placed since."""
+
+    __slots__ = ("card", "card_hash", "draining", "load", "name", "placed", "seen_at", "settling")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.card: ModelCard | None = None
+        self.card_hash = ""
+        self.load = Load()
+        self.draining = False
+        self.seen_at = 0.0
+        self.placed: dict[str, int] = {}
+        """Tokens of requests that the worker has not accepted yet."""
+        self.settling: dict[str, int] = {}
+        """Tokens of requests that it accepted after its last report."""
+
+    @property
+    def queued_tokens(self) -> int:
+        placed = sum(self.placed.values()) + sum(self.settling.values())
+        return self.load.waiting_tokens + placed
+
+    @property
+    def busy(self) -> int:
+        return self.load.running + self.load.waiting + len(self.placed) + len(self.settling)
+
+    @property
+    def open(self) -> bool:
+        """It may get new requests."""
+        return self.card is not None and not self.draining and self.load.step_age_s < SLOW_STEP_S
+
+    def place(self, request_id: str, tokens: int) -> None:
+        self.placed[request_id] = tokens
+
+    def settle(self, request_id: str) -> None:
+        """The worker accepted the request: its next report includes it."""
+        if (tokens := self.placed.pop(request_id, None)) is not None:
+            self.settling[request_id] = tokens
+
+    def forget(self, request_id: str) -> None:
+        self.placed.pop(request_id, None)
+        self.settling.pop(request_id, None)
 
 
 class Roster:
     """Live workers and the cards of the models that they serve."""
 
+    def __init__(self, publisher: Publisher, metrics: GatewayMetrics) -> None:
+        self._publisher = publisher
+        self._metrics = metrics
+        self._workers: dict[str, Worker] = {}
+        self._cards: dict[str, ModelCard] = {}
+        self._card_seen_at: dict[str, float] = {}
+        self._listeners: list[Callable[[str], None]] = []
+        self._changed = asyncio.Event()
+        self._snapshots = -1
+
     @property
     def ready(self) -> bool:
         """A live worker that takes requests exists."""
-        raise NotImplementedError
+        return any(worker.open for worker in self._workers.values())
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of the live workers."""
+        return list(self._workers)
 
     def cards(self) -> list[ModelCard]:
-        """One card per served model, by main name; models whose workers are away for minutes are
-        gone.
-        """
-        raise NotImplementedError
+        """One card per served model, by main name; models long without a worker are gone."""
+        return list({card.name: card for card in self._known()}.values())
 
     def find(self, name: str) -> ModelCard:
         """The card that serves `name` (any of its names).
@@ -24,4 +113,166 @@ class Roster:
             NoWorkerError: no worker has ever been seen.
             ModelNotFoundError: workers are known, but none serves this name.
         """
-        raise NotImplementedError
+        for card in self._known():
+            if name in card.names:
+                return card
+        if not self._cards:
+            raise NoWorkerError("No worker is ready yet. Please retry.", retry_after_s=2.0)
+        raise ModelNotFoundError("The model does not exist or is not served here.", param="model")
+
+    def candidates(self, card: ModelCard) -> list[Worker]:
+        """The workers that may take a request for `card`: they give the answers that it promises."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.open
+            and worker.card is not None
+            and worker.card.revision == card.revision
+            and card.name in worker.card.names
+        ]
+
+    def get(self, worker: str) -> Worker | None:
+        return self._workers.get(worker)
+
+    def on_lost(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with the name of every worker that is lost from now on."""
+        self._listeners.append(listener)
+
+    async def changed(self) -> None:
+        """Waits until a worker begins to take requests."""
+        await self._changed.wait()
+
+    def feed(self) -> Feed[RosterEvent]:
+        """The roster stream, for the gateway's reader."""
+        return Feed(keys.roster(), ROSTER, self.receive, owned=False, reset=lambda: None)
+
+    def receive(self, events: Sequence[RosterEvent]) -> None:
+        """Takes the events of one packet."""
+        for event in events:
+            if isinstance(event, Farewell):
+                self._lose(event.worker, "said farewell")
+            else:
+                self._take(event)
+
+    def check(self, reader: Reader) -> None:
+        """Finds the workers that went silent. Call it a few times per lease."""
+        if reader.steady_since is None:
+            return
+        if reader.reconnects != self._snapshots:
+            self._snapshots = reader.reconnects
+            self._join()
+        for worker in list(self._workers.values()):
+            if reader.heard_at - max(worker.seen_at, reader.steady_since) > LEASE_S:
+                self._publisher.call("HDEL", keys.members(), worker.name)
+                self._lose(worker.name, "lapsed")
+            elif worker.load.step_age_s > HUNG_STEP_S:
+                self._lose(worker.name, "hangs")
+        self._drop_old_cards()
+
+    def _take(self, beacon: Beacon) -> None:
+        worker = self._workers.get(beacon.worker)
+        if worker is None:
+            if beacon.load.step_age_s > HUNG_STEP_S:
+                return
+            worker = self._workers[beacon.worker] = Worker(beacon.worker)
+            log.info("worker %s joined", beacon.worker)
+        was_open = worker.open
+        worker.seen_at = asyncio.get_running_loop().time()
+        worker.load = beacon.load
+        worker.draining = beacon.draining
+        worker.settling.clear()
+        if worker.card_hash != beacon.card or worker.card is None:
+            worker.card_hash = beacon.card
+            worker.card = self._cards.get(beacon.card)
+            if worker.card is None:
+                self._fetch_card(worker)
+        if worker.card is not None:
+            self._card_seen_at[worker.card_hash] = worker.seen_at
+        self._opened(worker, was_open)
+
+    def _opened(self, worker: Worker, was_open: bool) -> None:
+        self._metrics.workers.set(len(self._workers))
+        if worker.open and not was_open:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def _fetch_card(self, worker: Worker) -> None:
+        wanted = worker.card_hash
+
+        def received(future: asyncio.Future[Value]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                return
+            card = _card(future.result(), wanted)
+            if card is None or worker.card_hash != wanted:
+                return
+            was_open = worker.open
+            self._cards[wanted] = worker.card = card
+            self._card_seen_at[wanted] = worker.seen_at
+            self._opened(worker, was_open)
+
+        self._publisher.call("GET", keys.worker_card(worker.name)).add_done_callback(received)
+
+    def _join(self) -> None:
+        """Asks for the members, so that a gateway need not wait for everybody's next beacon."""
+
+        def received(future: asyncio.Future[Value]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                return
+            for beacon in _beacons(future.result()):
+                if beacon.worker not in self._workers:
+                    self._meet(beacon)
+
+        self._publisher.call("HGETALL", keys.members()).add_done_callback(received)
+
+    def _meet(self, beacon: Beacon) -> None:
+        """Takes a member whose lease is there; a member without one is the trace of a dead worker."""
+
+        def received(future: asyncio.Future[Value]) -> None:
+            alive = not future.cancelled() and future.exception() is None and future.result() == 1
+            if alive and beacon.worker not in self._workers:
+                self._take(beacon)
+
+        lease = keys.worker_lease(beacon.worker)
+        self._publisher.call("EXISTS", lease).add_done_callback(received)
+
+    def _lose(self, name: str, why: str) -> None:
+        if self._workers.pop(name, None) is None:
+            return
+        log.warning("worker %s %s", name, why)
+        self._metrics.workers_lost.inc()
+        self._metrics.workers.set(len(self._workers))
+        for listener in self._listeners:
+            listener(name)
+
+    def _known(self) -> Iterator[ModelCard]:
+        """Cards of live workers, then those of workers that went away."""
+        live = {worker.card_hash: worker.card for worker in self._workers.values() if worker.card}
+        yield from live.values()
+        yield from (card for key, card in self._cards.items() if key not in live)
+
+    def _drop_old_cards(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for key, seen_at in list(self._card_seen_at.items()):
+            if now - seen_at > KEEP_CARD_S and len(self._cards) > 1:
+                del self._card_seen_at[key]
+                self._cards.pop(key, None)
+
+
+def _card(value: Value, wanted: str) -> ModelCard | None:
+    """The card in Redis, when it is the one that the beacon named."""
+    if not isinstance(value, bytes) or content_hash(value) != wanted:
+        return None
+    try:
+        return _decode_card(value)
+    except (msgspec.DecodeError, ValueError):
+        log.warning("a worker's card cannot be read")
+        return None
+
+
+def _beacons(value: Value) -> Iterator[Beacon]:
+    pairs = cast(list[Any], value or [])
+    for packed in pairs[1::2]:
+        try:
+            yield _decode_beacon(packed)
+        except (msgspec.DecodeError, ValueError):
+            continue

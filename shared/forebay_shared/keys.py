@@ -1,9 +1,11 @@
 """Every Redis key and its life, as functions: the only strings with colons.
 
-Keys grow with processes, never with requests. All keys of one process share a hash tag, so that they
-sit in one slot of a Redis Cluster. A stream expires on its own when its owner stops renewing it, so
-a dead incarnation leaves nothing behind and needs no cleaner.
+Keys grow with processes, never with requests. All keys of one process share a hash tag, so that
+they sit in one slot of a Redis Cluster. A stream expires on its own when its owner stops renewing
+it, so a dead incarnation leaves nothing behind and needs no cleaner.
 """
+
+import secrets
 
 LEASE_MS = 3_000
 """A process that has not renewed its lease for this long is dead."""
@@ -14,6 +16,11 @@ BLOB_TTL_MS = 3_600_000
 ROSTER_MAXLEN = 4_096
 WORK_MAXLEN = 65_536
 REPLY_MAXLEN = 65_536
+
+
+def incarnation() -> str:
+    """A fresh name for one life of a process."""
+    return secrets.token_hex(5)
 
 
 def work(worker: str) -> str:
@@ -52,6 +59,11 @@ def gateway_lease(gateway: str) -> str:
 def roster() -> str:
     """Stream: beacons and farewells of all workers."""
     return "fb:{roster}:events"
+
+
+def gateways() -> str:
+    """Set: gateway incarnations that publish metrics; who finds one's metrics gone removes it."""
+    return "fb:{roster}:gateways"
 
 
 def members() -> str:

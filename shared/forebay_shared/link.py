@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, cast
 
-from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -43,7 +43,7 @@ class Link:
             socket_timeout=None,
             socket_connect_timeout=_CONNECT_TIMEOUT_S,
         )
-        self._connection = cast(AbstractConnection, pool.make_connection())
+        self._connection = pool.make_connection()
 
     @property
     def connected(self) -> bool:

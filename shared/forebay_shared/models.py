@@ -1,9 +1,11 @@
-"""ModelCard: what a worker says of the model that it serves, enough for any gateway to speak for it.
+"""ModelCard: what a worker says of the model that it serves, enough for any gateway to speak for
+it.
 
 The tokenizer and the chat template travel by content hash (`keys.blob`), so that a gateway on
 another host needs no model files.
 """
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -18,7 +20,8 @@ CAP_EMBED = "embed"
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A served model. Two workers with equal `revision` give equal answers and share a prefix index.
+    """A served model. Two workers with equal `revision` give equal answers and share a prefix
+    index.
 
     Attributes:
         names: public names, the first is the main one.
@@ -53,3 +56,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     @property
     def name(self) -> str:
         return self.names[0]
+
+
+def content_hash(data: bytes) -> str:
+    """SHA-256 in hex: the name of a blob and of a packed ModelCard."""
+    return hashlib.sha256(data).hexdigest()

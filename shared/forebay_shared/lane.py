@@ -1,0 +1,107 @@
+"""Messages to one stream, in order: one packet is under way, the rest waits and then goes together.
+
+So an engine that outruns Redis makes larger packets instead of more, and a message can never
+overtake another although packets are sent again: while the stream is missing (its owner restarts or
+makes it anew) or Redis is away, what is queued stays queued. It knows nothing of what the messages
+mean.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from forebay_shared.bus import Publisher
+from forebay_shared.errors import BusError
+from forebay_shared.link import Value
+from forebay_shared.packets import Codec
+
+M = TypeVar("M")
+
+RETRY_S = 0.25
+
+
+class Lane(Generic[M]):
+    """A queue of at most `limit` messages to `stream`.
+
+    A packet that cannot be delivered within `patience_s` is given to `undelivered`, with the error
+    when it was the bus and None when the stream is missing; so is everything that waits when the
+    limit is passed. `compact` may join what has waited before it is packed.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        stream: str,
+        codec: Codec[M],
+        *,
+        sender: str,
+        maxlen: int,
+        limit: int,
+        patience_s: float,
+        undelivered: Callable[[list[M], BusError | None], None],
+        compact: Callable[[Sequence[M]], list[M]] = list,
+    ) -> None:
+        self._publisher = publisher
+        self._stream = stream
+        self._codec = codec
+        self._sender = sender
+        self._maxlen = maxlen
+        self._limit = limit
+        self._patience_s = patience_s
+        self._undelivered = undelivered
+        self._compact = compact
+        self._waiting: list[M] = []
+        self._packed: list[M] = []
+        self._since = 0.0
+        self._retry: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        return not self._packed
+
+    def send(self, messages: Sequence[M]) -> None:
+        """Queues messages; they leave at once unless a packet is under way."""
+        self._waiting.extend(messages)
+        if not self._packed:
+            self._pack()
+        elif len(self._waiting) > self._limit:
+            self._waiting = self._compact(self._waiting)
+            if len(self._waiting) > self._limit:
+                refused, self._waiting = self._waiting, []
+                self._undelivered(refused, None)
+
+    def close(self) -> None:
+        """Forgets what is queued."""
+        self._closed = True
+        self._waiting = []
+        if self._retry is not None:
+            self._retry.cancel()
+
+    def _pack(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._packed = self._compact(waiting) if len(waiting) > 1 else waiting
+        self._since = asyncio.get_running_loop().time()
+        self._publish()
+
+    def _publish(self) -> None:
+        self._retry = None
+        packet = self._codec.encode(self._sender, self._packed)
+        future = self._publisher.publish(self._stream, packet, self._maxlen)
+        future.add_done_callback(self._landed)
+
+    def _landed(self, future: asyncio.Future[Value]) -> None:
+        if self._closed:
+            return
+        error = future.exception()
+        if error is None and future.result() is not None:
+            self._packed = []
+        else:
+            loop = asyncio.get_running_loop()
+            if loop.time() - self._since < self._patience_s:
+                self._retry = loop.call_later(RETRY_S, self._publish)
+                return
+            refused, self._packed = self._packed, []
+            self._undelivered(refused, error if isinstance(error, BusError) else None)
+        if self._waiting and not self._packed:
+            self._pack()
