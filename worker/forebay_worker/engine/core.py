@@ -56,18 +56,15 @@ class Request:
 
 
 class EngineCore:
-    """One model's requests. Every method returns at once but `step`, which runs the model.
-
-    The context is also bounded by the pool: a sequence alone can always run to its end.
-    """
+    """One model's requests. Every method returns at once but `step`, which runs the model."""
 
     def __init__(
         self,
         runner: Runner,
+        limits: Limits,
         settings: WorkerSettings,
         recorder: Recorder,
         *,
-        eos_token_ids: tuple[int, ...] = (),
         revision: str = "",
     ) -> None:
         self.blocks = BlockManager(
@@ -81,9 +78,8 @@ class EngineCore:
             max_num_seqs=settings.max_num_seqs,
             token_budget=settings.max_num_batched_tokens,
         )
-        max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
-        self.limits = Limits(runner.vocab_size, max_model_len, eos_token_ids)
         self._runner = runner
+        self._limits = limits
         self._recorder = recorder
         self._max_queued = settings.max_num_queued_reqs
         self._requests: dict[Key, Request] = {}
@@ -177,7 +173,7 @@ class EngineCore:
     def _admit(self, submit: Submit, key: Key, arrived: float) -> Request:
         if self._num_queued >= self._max_queued:
             raise OverloadedError("The engine's queue is full; try again later.")
-        sequences = sequences_of(submit, self.limits, arrived)
+        sequences = sequences_of(submit, self._limits, arrived)
         request = Request(key, submit.gateway, {each.index: each for each in sequences})
         self._requests[key] = request
         self._num_queued += 1

@@ -6,11 +6,13 @@ model's limits, and nothing of load or blocks.
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from forebay_shared.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from forebay_shared.sampling import MAX_N, SamplingParams
 from forebay_shared.wire import Submit, unpack_ids
 
+from forebay_worker.engine.ports import Runner
 from forebay_worker.engine.sequence import Sequence, mix
 
 
@@ -20,7 +22,13 @@ class Limits:
 
     vocab_size: int
     max_model_len: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, runner: Runner, eos_token_ids: tuple[int, ...] = ()) -> Self:
+        """A runner's limits. The pool bounds the context, so one sequence alone always fits."""
+        room = min(runner.max_model_len, runner.num_blocks * runner.block_size)
+        return cls(runner.vocab_size, room, eos_token_ids)
 
 
 def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequence]:

@@ -1,0 +1,181 @@
+"""A model without a model: its KV lies in block slots, its tokens are computed from what is there.
+
+A wrong block, a slot read before it was written or a position computed wrongly shows as a wrong
+token. `expected` says what any batching, chunking, caching or preemption must give.
+"""
+
+from collections.abc import Sequence
+from time import monotonic
+
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.settings import WorkerSettings
+from forebay_shared.wire import SequenceStart, Submit, pack_ids
+from forebay_worker.engine.batch import Sampled, ScheduledRow
+from forebay_worker.engine.core import EngineCore
+from forebay_worker.engine.intake import Limits
+from forebay_worker.engine.sequence import mix
+
+EOS = 1
+NAN = -1
+
+
+class FakeRunner:
+    """Deterministic; `corrupt` and `failures` make it misbehave."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 128,
+        vocab_size: int = 64,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.kv: list[int | None] = [None] * (num_blocks * block_size)
+        self.corrupt: set[str] = set()
+        self.failures = 0
+        self.batches: list[list[ScheduledRow]] = []
+        self.tokens_computed = 0
+
+    def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
+        ones = [row.num_new == 1 for row in rows]
+        assert ones == sorted(ones, reverse=True), "decodes come first"
+        self.batches.append(list(rows))
+        self.tokens_computed += sum(row.num_new for row in rows)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("out of memory")
+        return [self._run(row) for row in rows]
+
+    def _run(self, row: ScheduledRow) -> Sampled | None:
+        sequence, size = row.sequence, self.block_size
+        slots = [block * size + at for block in sequence.block_table for at in range(size)]
+        bad = row.samples and sequence.request_id in self.corrupt
+        end = sequence.num_computed + row.num_new
+        for position in range(sequence.num_computed, end):
+            before = self._read(slots[position - 1]) if position else 0
+            kv = NAN if bad else _kv(before, sequence.token_ids[position], position)
+            self.kv[slots[position]] = kv
+        if not row.samples:
+            return None
+        assert end == len(sequence.token_ids)
+        if bad:
+            return Sampled(0, corrupt=True)
+        state = _fold([self._read(slot) for slot in slots[:end]])
+        return Sampled(_pick(state, sequence.seed, end, sequence.banned_ids(), self.vocab_size))
+
+    def _read(self, slot: int) -> int:
+        kv = self.kv[slot]
+        assert kv is not None, "a slot was read before it was written"
+        assert kv != NAN, "KV of a corrupt request reached another one"
+        return kv
+
+
+def _kv(before: int, token: int, position: int) -> int:
+    return mix(before ^ token, position) >> 1
+
+
+def _fold(kvs: Sequence[int]) -> int:
+    state = 0
+    for kv in kvs:
+        state = (state * 31 + kv) % (2**61 - 1)
+    return state
+
+
+def _pick(state: int, seed: int, position: int, banned: tuple[int, ...], vocab_size: int) -> int:
+    token = mix(state ^ seed, position) % vocab_size
+    while token in banned:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def expected(
+    prompt: list[int], sampling: SamplingParams, limits: Limits, index: int = 0
+) -> tuple[list[int], str, int | None]:
+    """Output ids, finish reason and stop token of a sequence that runs alone to its end."""
+    tokens, kvs = list(prompt), list[int]()
+    stops = set(sampling.stop_token_ids) | (
+        set() if sampling.ignore_eos else set(limits.eos_token_ids)
+    )
+    limit = min(len(prompt) + sampling.max_tokens, limits.max_model_len)
+    while len(tokens) < limit:
+        for position in range(len(kvs), len(tokens)):
+            kvs.append(_kv(kvs[-1] if kvs else 0, tokens[position], position))
+        early = len(tokens) - len(prompt) < sampling.min_tokens
+        banned = tuple(stops) if early else ()
+        token = _pick(_fold(kvs), mix(sampling.seed, index), len(tokens), banned, limits.vocab_size)
+        if token in stops:
+            return tokens[len(prompt) :], "stop", token
+        tokens.append(token)
+    return tokens[len(prompt) :], "length", None
+
+
+class Recorded:
+    """A recorder that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.ends: list[dict[str, object]] = []
+        self.first_tokens: list[float] = []
+        self.inter_tokens: list[float] = []
+
+    def step(self, **facts: float) -> None:
+        self.steps.append(facts)
+
+    def first_token(self, seconds: float) -> None:
+        self.first_tokens.append(seconds)
+
+    def inter_token(self, seconds: float) -> None:
+        self.inter_tokens.append(seconds)
+
+    def finished(self, **facts: object) -> None:
+        self.ends.append(facts)
+
+    def total(self, name: str) -> float:
+        return sum(step[name] for step in self.steps)
+
+
+def make_core(
+    runner: FakeRunner, recorder: Recorded | None = None, **settings: object
+) -> EngineCore:
+    return EngineCore(
+        runner,
+        Limits.of(runner, (EOS,)),
+        WorkerSettings(**settings),
+        recorder or Recorded(),
+        revision="fake",
+    )
+
+
+def make_submit(
+    request_id: str,
+    prompt: list[int],
+    *,
+    attempt: int = 1,
+    gateway: str = "gw",
+    emitted: dict[int, list[int]] | None = None,
+    n: int = 1,
+    sampling: SamplingParams | None = None,
+    **fields: object,
+) -> Submit:
+    starts = emitted or {index: list[int]() for index in range(n)}
+    return Submit(
+        request_id=request_id,
+        attempt=attempt,
+        gateway=gateway,
+        prompt=pack_ids(prompt),
+        sampling=sampling or SamplingParams(max_tokens=8, ignore_eos=True),
+        starts=tuple(SequenceStart(index, pack_ids(ids)) for index, ids in starts.items()),
+        **fields,
+    )
+
+
+def run(core: EngineCore, *submits: Submit) -> list[object]:
+    """Submits, steps until idle; the messages of all that happened."""
+    for submit in submits:
+        core.submit(submit, monotonic())
+    while not core.idle:
+        core.step()
+    return [message for _, message in core.take_events()]

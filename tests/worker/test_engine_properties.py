@@ -1,0 +1,210 @@
+"""Whatever joins, leaves, fails or is preempted: no leak, one end each, the right tokens."""
+
+from collections import defaultdict
+from time import monotonic
+
+from engine_fakes import EOS, FakeRunner, expected, make_core, make_submit
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.wire import Accepted, Delta, Done, Failed, Started
+from forebay_worker.engine.intake import Limits
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+_PREFIXES = [[(family * 7 + at * 3) % 60 + 2 for at in range(24)] for family in range(3)]
+
+prompts = st.builds(
+    lambda family, length, tail: _PREFIXES[family][:length] + tail,
+    st.integers(0, 2),
+    st.integers(0, 24),
+    st.lists(st.integers(2, 5), min_size=1, max_size=6),
+)
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(0, 14),
+    min_tokens=st.sampled_from([0, 0, 3]),
+    seed=st.integers(0, 3),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), (), tuple(range(2, 12))]),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """A core over the fake model, with clients that come, go and are resumed."""
+
+    @initialize(
+        num_blocks=st.integers(4, 24),
+        block_size=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 24),
+        caching=st.booleans(),
+    )
+    def build(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, caching: bool
+    ) -> None:
+        self.runner = FakeRunner(num_blocks, block_size, max_model_len=48)
+        self.core = make_core(
+            self.runner,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
+        )
+        self.limits = Limits.of(self.runner, (EOS,))
+        self.submits: dict[str, tuple[list[int], SamplingParams, dict[int, list[int]]]] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.accepted: set[str] = set()
+        self.started: set[tuple[str, int]] = set()
+        self.ends: dict[tuple[str, int], list[Done | Failed]] = defaultdict(list)
+        self.cancelled: set[str] = set()
+        self.may_fail = False
+
+    @rule(
+        prompt=prompts,
+        sampling=samplings,
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        resumed=st.integers(0, 6),
+        gateway=st.sampled_from(["gw-a", "gw-b"]),
+        team=st.sampled_from(["", "red", "blue"]),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "mine"]),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        n: int,
+        resumed: int,
+        gateway: str,
+        team: str,
+        priority: int,
+        salt: str,
+    ) -> None:
+        name = f"r{len(self.submits)}"
+        fits = len(prompt) < self.limits.max_model_len
+        emitted = {
+            index: expected(prompt, sampling, self.limits, index)[0][:resumed] if fits else []
+            for index in range(n)
+        }
+        self.submits[name] = (prompt, sampling, emitted)
+        self.tokens.update({(name, index): list(ids) for index, ids in emitted.items()})
+        request = make_submit(
+            name,
+            prompt,
+            sampling=sampling,
+            emitted=emitted,
+            gateway=gateway,
+            team=team,
+            priority=priority,
+            cache_salt=salt,
+            weight=1.0 + len(team),
+        )
+        self.core.submit(request, monotonic())
+        self.core.submit(request, monotonic())  # a duplicate
+        self.read()
+        assert (name in self.accepted) == fits
+
+    @precondition(lambda self: self.submits)
+    @rule(data=st.data(), index=st.sampled_from([None, 0, 1]))
+    def cancel(self, data: st.DataObject, index: int | None) -> None:
+        name = data.draw(st.sampled_from(sorted(self.submits)))
+        self.cancelled.add(name)
+        self.core.cancel(name, 1, index)
+        self.read()
+        if index is None and name in self.accepted:
+            assert all(self.ends[key] for key in self.tokens if key[0] == name)
+
+    @rule(gateway=st.sampled_from(["gw-a", "gw-b"]))
+    def lose_gateway(self, gateway: str) -> None:
+        self.cancelled.update(self.submits)
+        self.core.cancel_gateway(gateway)
+        self.read()
+
+    @precondition(lambda self: self.submits)
+    @rule(data=st.data())
+    def corrupt_one(self, data: st.DataObject) -> None:
+        self.runner.corrupt.add(data.draw(st.sampled_from(sorted(self.submits))))
+
+    @precondition(lambda self: not self.core.idle)
+    @rule()
+    def break_one_step(self) -> None:
+        self.may_fail = True
+        self.runner.failures = 1
+        self.core.step()
+        self.runner.failures = 0
+        self.read()
+
+    @rule(steps=st.integers(1, 12))
+    def work(self, steps: int) -> None:
+        for _ in range(steps):
+            self.core.step()
+        self.read()
+
+    def read(self) -> None:
+        for _, message in self.core.take_events():
+            match message:
+                case Accepted():
+                    assert message.request_id not in self.accepted
+                    self.accepted.add(message.request_id)
+                case Started():
+                    key = (message.request_id, message.index)
+                    assert key not in self.started
+                    self.started.add(key)
+                case Delta():
+                    key = (message.request_id, message.index)
+                    assert key in self.started
+                    assert not self.ends[key]
+                    assert message.offset == len(self.tokens[key])
+                    self.tokens[key] += message.token_ids
+                case Done():
+                    self.ends[message.request_id, message.index].append(message)
+                case Failed():
+                    self.read_failure(message)
+
+    def read_failure(self, failed: Failed) -> None:
+        if failed.code == "context_length_exceeded":
+            assert len(self.submits[failed.request_id][0]) >= self.limits.max_model_len
+        else:
+            assert failed.code == "engine_error"
+            assert self.may_fail or failed.request_id in self.runner.corrupt
+        for key in self.tokens:
+            if key[0] == failed.request_id and not self.ends[key]:
+                self.ends[key].append(failed)
+
+    @invariant()
+    def pool_is_whole(self) -> None:
+        if hasattr(self, "core"):
+            self.core.blocks.check_integrity(self.core.scheduler.running)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        left = 40 * (sum(len(prompt) + 16 for prompt, _, _ in self.submits.values()) + 10)
+        while not self.core.idle:
+            left -= 1
+            assert left > 0, "the engine runs in circles"
+            self.core.step()
+            self.core.blocks.check_integrity(self.core.scheduler.running)
+        self.read()
+        assert self.core.blocks.num_free == self.runner.num_blocks
+        for (name, index), tokens in self.tokens.items():
+            self.check_end(name, index, tokens)
+
+    def check_end(self, name: str, index: int, tokens: list[int]) -> None:
+        prompt, sampling, _ = self.submits[name]
+        (end,) = self.ends[name, index]
+        if name not in self.accepted:
+            return
+        output, reason, stop = expected(prompt, sampling, self.limits, index)
+        assert tokens == output[: len(tokens)]
+        if isinstance(end, Failed):
+            return
+        assert end.usage.prompt_tokens == len(prompt)
+        assert end.usage.completion_tokens == len(tokens) + (end.stop_token is not None)
+        if end.finish_reason == "abort":
+            assert name in self.cancelled
+        else:
+            assert (tokens, end.finish_reason, end.stop_token) == (output, reason, stop)
+
+
+EngineMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestEngineMachine = EngineMachine.TestCase

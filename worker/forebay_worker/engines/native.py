@@ -1,0 +1,85 @@
+"""NativeEngine: forebay's own engine behind the Engine protocol.
+
+It puts model, core and loop together; what each does is theirs to know.
+"""
+
+from forebay_shared.errors import InvalidRequestError
+from forebay_shared.models import ModelCard
+from forebay_shared.settings import StartError, WorkerSettings
+from forebay_shared.wire import Load, Submit
+
+from forebay_worker.checkpoint import resolve
+from forebay_worker.engine.core import EngineCore
+from forebay_worker.engine.intake import Limits
+from forebay_worker.engine.loop import EngineLoop
+from forebay_worker.engine.ports import Emit, Recorder
+from forebay_worker.engine.runner import Runner
+from forebay_worker.engines.card import ModelFiles
+
+
+class NativeEngine:
+    """Loads the model when made. Raises StartError when it cannot be used as asked."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        directory = resolve(settings.model)
+        files = ModelFiles(directory, settings)
+        try:
+            self._runner = Runner(directory, settings)
+        except InvalidRequestError as error:
+            raise StartError(error.message) from error
+        self._settings = settings
+        self._limits = Limits.of(self._runner, files.eos_token_ids)
+        self._card, self._blobs = files.card(
+            engine="native",
+            revision=files.revision(self._runner.dtype),
+            vocab_size=self._limits.vocab_size,
+            max_model_len=self._limits.max_model_len,
+            block_size=self._runner.block_size,
+        )
+        self._loop: EngineLoop | None = None
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    @property
+    def blobs(self) -> dict[str, bytes]:
+        return self._blobs
+
+    @property
+    def healthy(self) -> bool:
+        """False once the engine's thread has given up; the process should end then."""
+        return self._loop is None or self._loop.healthy
+
+    def core(self, recorder: Recorder) -> EngineCore:
+        """A core over the loaded model; there is one KV cache, so one core at a time."""
+        return EngineCore(
+            self._runner, self._limits, self._settings, recorder, revision=self._card.revision
+        )
+
+    def start(self, emit: Emit, recorder: Recorder) -> None:
+        self._loop = EngineLoop(
+            self.core(recorder), emit, check=self._settings.log_level == "debug"
+        )
+        self._loop.start()
+
+    def submit(self, submit: Submit) -> None:
+        self._running.submit(submit)
+
+    def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
+        self._running.cancel(request_id, attempt, index)
+
+    def cancel_gateway(self, gateway: str) -> None:
+        self._running.cancel_gateway(gateway)
+
+    def load(self) -> Load:
+        return Load() if self._loop is None else self._loop.load()
+
+    def stop(self, timeout_s: float) -> None:
+        if self._loop is not None:
+            self._loop.stop(timeout_s)
+
+    @property
+    def _running(self) -> EngineLoop:
+        assert self._loop is not None, "the engine has not been started"
+        return self._loop
