@@ -112,10 +112,11 @@ def add_flags(
     hidden: Iterable[str] = (),
 ) -> None:
     """Adds every field to `parser`, under the headings of `groups`; what is in none comes last."""
-    homes = {name: parser.add_argument_group(title) for title in groups for name in groups[title]}
+    homes = {title: parser.add_argument_group(title) for title in groups}
+    titles = {name: title for title, names in groups.items() for name in names}
     rest = parser.add_argument_group("more")
     for option in options(settings):
-        home = homes.get(option.name, rest)
+        home = homes.get(titles.get(option.name, ""), rest)
         text = argparse.SUPPRESS if option.name in hidden else _help(option)
         if option.name == positional:
             name = positional.upper()
@@ -197,6 +198,8 @@ def _within(meta: Meta, value: object) -> bool:
 
 
 def _bounds(meta: Meta) -> str:
+    if meta.ge is not None and meta.le is not None:
+        return f"from {meta.ge} to {meta.le}"
     low = f"at least {meta.ge}" if meta.ge is not None else ""
     low = f"above {meta.gt}" if meta.gt is not None else low
     high = f"at most {meta.le}" if meta.le is not None else ""
