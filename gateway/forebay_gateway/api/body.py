@@ -1,0 +1,51 @@
+"""Reads a request's body: JSON only, within a limit, declared or chunked. Knows no schema."""
+
+from collections.abc import Mapping
+
+from forebay_shared.errors import InvalidRequestError, MediaTypeError, PayloadTooLargeError
+from litestar.types import Receive
+
+from forebay_gateway.api.errors import ClientGoneError
+
+
+async def read_json_body(
+    headers: Mapping[bytes, bytes], receive: Receive, limit: int
+) -> bytes | bytearray:
+    """The raw body.
+
+    Raises MediaTypeError, ClientGoneError and PayloadTooLargeError, the last before the body is read
+    when its length is declared.
+    """
+    media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if media_type != b"application/json":
+        raise MediaTypeError("Content-Type must be application/json.")
+    if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        raise MediaTypeError("Content-Encoding is not supported; send the JSON as it is.")
+    declared = headers.get(b"content-length")
+    if declared is not None and (not declared.isdigit() or int(declared[:20]) > limit):
+        raise _too_large(limit)
+    return await _read(receive, limit)
+
+
+async def _read(receive: Receive, limit: int) -> bytes | bytearray:
+    whole = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGoneError
+        body, more = message["body"], message["more_body"]
+        if len(whole) + len(body) > limit:
+            raise _too_large(limit)
+        if not more and not whole:
+            break
+        whole += body
+        if not more:
+            body = whole
+            break
+    if not body:
+        raise InvalidRequestError("The body is empty; send a JSON object.")
+    return body
+
+
+def _too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The body may have at most {limit} bytes.")

@@ -1,0 +1,151 @@
+"""The outermost layer of the gateway: what holds for every request, whatever its path.
+
+In order: a request id, CORS and preflight, the key, a place among the open requests; then the
+routes. It answers itself when one of these fails, and counts every answer. It knows no dialect.
+"""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+
+from forebay_shared.telemetry import GatewayMetrics
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from forebay_gateway.admission import Admission
+from forebay_gateway.api.errors import ClientGoneError, Headers
+from forebay_gateway.api.respond import Answer, error_answer
+from forebay_gateway.auth import METRICS_PATH, OPEN_PATHS, Keyring
+
+_CALLER = "forebay_caller"
+_HEADERS = "forebay_headers"
+_CLIENT_CLOSED = 499
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_UNBOUNDED = OPEN_PATHS | {METRICS_PATH}
+_ROUTES = {
+    "/v1/chat/completions": "chat_completions",
+    "/v1/completions": "completions",
+    "/v1/models": "models",
+    "/health": "health",
+    "/ready": "ready",
+    "/version": "version",
+    "/metrics": "metrics",
+}
+_PREFLIGHT: Headers = [
+    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-max-age", b"600"),
+]
+
+
+def raw_headers(scope: Scope) -> Mapping[bytes, bytes]:
+    """The request's headers by lower-case name."""
+    return scope["state"][_HEADERS]
+
+
+def caller(scope: Scope) -> str:
+    """The opaque name of whose key this is; empty when the gateway is open."""
+    return scope["state"][_CALLER]
+
+
+class Edge:
+    """An ASGI app around the routes."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keyring: Keyring,
+        admission: Admission,
+        telemetry: GatewayMetrics,
+        allowed_origins: Sequence[str],
+    ) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._admission = admission
+        self._telemetry = telemetry
+        self._origins = frozenset(origin.encode() for origin in allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        started = time.perf_counter()
+        headers = dict(scope["headers"])
+        extra = self._extra_headers(headers)
+        status = _CLIENT_CLOSED
+
+        async def send_out(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *extra]
+            await send(message)
+
+        path = scope["path"]
+        scope["state"][_HEADERS] = headers
+        telemetry = self._telemetry
+        telemetry.open_requests.inc()
+        try:
+            await self._admitted(scope, receive, send_out, path, headers)
+        except ClientGoneError:
+            pass
+        except Exception as error:
+            if status != _CLIENT_CLOSED:
+                raise  # the answer has begun: the server closes the connection
+            await error_answer(error)(scope, receive, send_out)
+        finally:
+            telemetry.open_requests.dec()
+            route = _ROUTES.get(path, "other")
+            telemetry.http_request(route, status, time.perf_counter() - started)
+
+    async def _admitted(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        path: str,
+        headers: Mapping[bytes, bytes],
+    ) -> None:
+        if scope["method"] == "OPTIONS":
+            await self._preflight(headers)(scope, receive, send)
+            return
+        scope["state"][_CALLER] = self._keyring.authorize(path, headers)
+        inner = _as_routed(scope)
+        if path in _UNBOUNDED:
+            await self._app(inner, receive, send)
+            return
+        with self._admission.admit():
+            await self._app(inner, receive, send)
+
+    def _preflight(self, headers: Mapping[bytes, bytes]) -> ASGIApp:
+        """A browser asks before it sends a key, so this needs none; it reaches no route."""
+        answer: Headers = [(b"allow", b"GET, HEAD, POST, OPTIONS")]
+        if headers.get(b"origin") in self._origins:
+            wanted = headers.get(b"access-control-request-headers", b"authorization, content-type")
+            answer += [*_PREFLIGHT, (b"access-control-allow-headers", wanted)]
+        return Answer(b"", answer, status=204)
+
+    def _extra_headers(self, headers: Mapping[bytes, bytes]) -> Headers:
+        """The request's id (the client's own when it is sound) and what CORS asks for."""
+        request_id = headers.get(b"x-request-id", b"")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = b"req_" + os.urandom(12).hex().encode()
+        extra: Headers = [(b"x-request-id", request_id)]
+        origin = headers.get(b"origin")
+        if self._origins:
+            extra.append((b"vary", b"origin"))
+            if origin is not None and origin in self._origins:
+                extra += [
+                    (b"access-control-allow-origin", origin),
+                    (b"access-control-expose-headers", b"x-request-id, retry-after"),
+                ]
+        return extra
+
+
+def _as_routed(scope: Scope) -> Scope:
+    """HEAD is answered as GET, whose body the server leaves out; doubled slashes count as one."""
+    path = scope["path"]
+    if scope["method"] != "HEAD" and "//" not in path:
+        return scope
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    return {**scope, "method": method, "path": re.sub("/+", "/", path)}

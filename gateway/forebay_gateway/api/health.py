@@ -1,0 +1,42 @@
+"""Is it alive, can it serve, what is it, how is it doing. Nothing here waits for a worker."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+import msgspec
+from forebay_shared.errors import NoWorkerError, OverloadedError
+from litestar import get
+from litestar.handlers import HTTPRouteHandler
+from litestar.types import ASGIApp
+
+from forebay_gateway.api.ports import Services
+from forebay_gateway.api.respond import Answer
+
+_EXPOSITION = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+def health_routes(backend: Services, draining: Callable[[], bool]) -> list[HTTPRouteHandler]:
+    about = msgspec.json.encode({"version": version("forebay-gateway")})
+
+    @get("/health")
+    async def health() -> ASGIApp:
+        return Answer(b'{"status":"ok"}')
+
+    @get("/ready")
+    async def ready() -> ASGIApp:
+        if draining():
+            raise OverloadedError("The gateway is shutting down.", retry_after_s=1.0)
+        if not backend.roster.ready:
+            raise NoWorkerError("No worker is ready.", retry_after_s=1.0)
+        return Answer(b'{"status":"ready"}')
+
+    @get("/version")
+    async def about_version() -> ASGIApp:
+        return Answer(about)
+
+    @get("/metrics")
+    async def metrics() -> ASGIApp:
+        exposition = await backend.metrics()
+        return Answer(exposition.encode(), [(b"content-type", _EXPOSITION)])
+
+    return [health, ready, about_version, metrics]

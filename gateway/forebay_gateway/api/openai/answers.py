@@ -1,0 +1,119 @@
+"""Runs a transcript and writes it, whole or as an event stream.
+
+Both end the work when the client leaves. It knows no request fields and no model.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from forebay_shared.errors import OverloadedError
+from litestar.types import Receive, Scope, Send
+from prometheus_client import Gauge
+
+from forebay_gateway.api.connection import while_connected
+from forebay_gateway.api.errors import ClientGoneError, foreseen
+from forebay_gateway.api.openai.generate import FinishReason, Transcript, Update
+from forebay_gateway.api.openai.shapes import Shape, UsageFields
+from forebay_gateway.api.respond import Answer
+from forebay_gateway.api.sse import DONE, EventStream
+
+EARLY_S = 0.25
+"""How long a stream waits for the engine's first word before its status goes out.
+
+Errors within this time (no worker, queue full, refused) are plain JSON with their own status; after
+it the client gets its role chunk, so that no watchdog fires while the request queues.
+"""
+
+
+class WholeAnswer:
+    """An answer in one JSON object."""
+
+    def __init__(self, transcript: Transcript, shape: Shape) -> None:
+        self._transcript = transcript
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        transcript = self._transcript
+        pieces: list[list[str]] = [[] for _ in range(transcript.size)]
+        reasons: dict[int, FinishReason] = {}
+        async with while_connected(receive), transcript:
+            while not transcript.done:
+                for update in await transcript.advance():
+                    pieces[update.index].append(update.text)
+                    self._shape.collect(update)
+                    if update.reason is not None:
+                        reasons[update.index] = update.reason
+        body = self._shape.whole(
+            ["".join(texts) for texts in pieces],
+            [reasons[index] for index in range(transcript.size)],
+            transcript.usage,
+        )
+        await Answer(body)(scope, receive, send)
+
+
+class StreamedAnswer:
+    """An answer as server-sent events."""
+
+    def __init__(self, transcript: Transcript, shape: Shape, open_streams: Gauge) -> None:
+        self._transcript = transcript
+        self._shape = shape
+        self._open_streams = open_streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = EventStream(send)
+        try:
+            with _counted(self._open_streams):
+                async with while_connected(receive), self._transcript:
+                    await self._write(stream)
+        except ClientGoneError:
+            raise
+        except asyncio.CancelledError:
+            # The process ends and the drain time is over: say so, rather than just breaking off.
+            if stream.started:
+                await stream.fail(OverloadedError("The server is shutting down."))
+            raise
+        except Exception as error:
+            if not stream.started:
+                raise
+            await stream.fail(foreseen(error)[0])
+
+    async def _write(self, stream: EventStream) -> None:
+        transcript, shape = self._transcript, self._shape
+        updates = await self._early()
+        usage = transcript.usage
+        opening = b"".join([shape.opening(index, usage) for index in range(transcript.size)])
+        events = opening + self._events(updates)
+        while not transcript.done:
+            if events or not stream.started:
+                await stream.write(events)
+            events = self._events(await transcript.advance())
+        if shape.usage_fields is not UsageFields.NEVER:
+            events += shape.usage_event(transcript.usage)
+        if not stream.started:
+            await stream.write(events + DONE)
+            await stream.end()
+        else:
+            await stream.end(events + DONE)
+
+    async def _early(self) -> list[Update]:
+        try:
+            async with asyncio.timeout(EARLY_S):
+                return await self._transcript.advance()
+        except TimeoutError:
+            return []
+
+    def _events(self, updates: list[Update]) -> bytes:
+        if not updates:
+            return b""
+        usage = self._transcript.usage
+        return b"".join([self._shape.events(update, usage) for update in updates])
+
+
+@contextmanager
+def _counted(gauge: Gauge) -> Iterator[None]:
+    gauge.inc()
+    try:
+        yield
+    finally:
+        gauge.dec()

@@ -1,0 +1,181 @@
+"""From the jobs of one request to the text of its choices, as it comes.
+
+One request has one job per prompt and n choices per job; indexes run over prompts times n. It knows no JSON and no HTTP.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+from forebay_shared.errors import EngineError
+from forebay_shared.wire import Delta, Done, Started, TokenLogprobs
+
+from forebay_gateway.api.ports import Dispatch, Running
+from forebay_gateway.dispatch import Event, Job
+from forebay_gateway.output import Output, OutputOptions, Vocabulary
+
+FinishReason = Literal["stop", "length"]
+
+
+class Update(msgspec.Struct, gc=False):
+    """What one choice got: text, the tokens behind it, and the reason when it is at its end."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    reason: FinishReason | None = None
+
+
+class Usage(msgspec.Struct, gc=False):
+    """Tokens of a whole request. A prompt counts once, whatever n is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class _Choice:
+    __slots__ = ("completion_tokens", "ended", "output")
+
+    def __init__(self, output: Output) -> None:
+        self.output = output
+        self.ended = False
+        self.completion_tokens = 0
+
+
+class Transcript:
+    """A request in work. Use it as an async context manager; leaving it cancels what still runs.
+
+    `done` is true when every choice has its finish reason.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatch,
+        jobs: Sequence[Job],
+        vocabulary: Vocabulary,
+        options: OutputOptions,
+    ) -> None:
+        self._jobs = jobs
+        self._n = jobs[0].n
+        self._include_stop = options.include_stop
+        self._generations = [dispatcher.generate(job) for job in jobs]
+        self._choices = [_Choice(Output(vocabulary, options)) for _ in range(self._n * len(jobs))]
+        self._cached = [0] * len(jobs)
+        self._open = len(self._choices)
+        self._waiting: dict[asyncio.Task[list[Event]], int] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        try:
+            for generation in self._generations:
+                await self._stack.enter_async_context(generation)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._waiting:
+            task.cancel()
+        await self._stack.__aexit__(kind, error, trace)
+
+    @property
+    def size(self) -> int:
+        """How many choices there are."""
+        return len(self._choices)
+
+    @property
+    def done(self) -> bool:
+        return self._open == 0
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(len(job.prompt) for job in self._jobs),
+            completion_tokens=sum(choice.completion_tokens for choice in self._choices),
+            cached_tokens=sum(self._cached),
+        )
+
+    async def advance(self) -> list[Update]:
+        """Waits, then returns all that is ready together; may be empty. Raises ForebayError."""
+        if len(self._generations) == 1:
+            return self._updates(0, await self._generations[0].events())
+        return [
+            update
+            for number, events in await self._any_events()
+            for update in self._updates(number, events)
+        ]
+
+    async def _any_events(self) -> list[tuple[int, list[Event]]]:
+        """What the first jobs with news say. A cancelled wait loses nothing: tasks are kept."""
+        for number, generation in enumerate(self._generations):
+            if number not in self._waiting.values() and self._is_open(number):
+                task = asyncio.create_task(generation.events(), name=f"prompt-{number}")
+                self._waiting[task] = number
+        ready, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+        return [(self._waiting.pop(task), task.result()) for task in ready]
+
+    def _is_open(self, number: int) -> bool:
+        first = number * self._n
+        return not all(choice.ended for choice in self._choices[first : first + self._n])
+
+    def _updates(self, number: int, events: list[Event]) -> list[Update]:
+        if not events and self._is_open(number):
+            raise EngineError("The engine ended the request before its answer was complete.")
+        generation = self._generations[number]
+        updates: list[Update] = []
+        for event in events:
+            if isinstance(event, Started):
+                if event.index == 0:
+                    self._cached[number] = event.cached_tokens
+                continue
+            index = number * self._n + event.index
+            choice = self._choices[index]
+            if choice.ended:
+                continue
+            if isinstance(event, Delta):
+                updates.append(self._delta(index, choice, event, generation))
+            else:
+                updates.append(self._end(index, choice, event))
+        return updates
+
+    def _delta(self, index: int, choice: _Choice, event: Delta, generation: Running) -> Update:
+        output = choice.output
+        before = output.tokens
+        text = output.push(event.token_ids)
+        choice.completion_tokens = output.tokens
+        consumed = output.tokens - before
+        update = Update(index, text, event.token_ids[:consumed], (event.logprobs or ())[:consumed])
+        if output.stopped:
+            generation.stop(event.index)
+            self._close(choice, update, "stop")
+        return update
+
+    def _end(self, index: int, choice: _Choice, event: Done) -> Update:
+        if event.finish_reason == "abort":
+            raise EngineError("The engine aborted the request.")
+        output = choice.output
+        sampling = self._jobs[index // self._n].sampling
+        text = ""
+        if self._include_stop and event.stop_token in sampling.stop_token_ids:
+            text = output.push([event.stop_token])
+        text += output.finish()
+        choice.completion_tokens = max(event.usage.completion_tokens, output.tokens)
+        update = Update(index, text)
+        self._close(choice, update, "stop" if output.stopped else event.finish_reason)
+        return update
+
+    def _close(self, choice: _Choice, update: Update, reason: FinishReason) -> None:
+        update.reason = reason
+        choice.ended = True
+        self._open -= 1

@@ -1,0 +1,102 @@
+"""A client's messages, checked and in the form that chat templates read.
+
+Roles, null contents, lists of parts, tool calls in the history and the legacy function_call. It
+knows no template and no tokenizer.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+from forebay_shared.errors import InvalidRequestError, UnsupportedError
+
+from forebay_gateway.api.openai.schema import ContentPart, FunctionCall, Message, ToolCall
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def conversation(messages: list[Message]) -> list[dict[str, object]]:
+    """Messages as a template reads them. Raises InvalidRequestError that names the message."""
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def text_size(messages: list[dict[str, object]]) -> int:
+    """Characters of all contents: what decides whether rendering goes to a thread."""
+    return sum(len(str(message["content"])) for message in messages)
+
+
+def _message(message: Message, at: str) -> dict[str, object]:
+    role = message.role
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{at}.role must be one of {', '.join(ROLES)}.", param=f"{at}.role"
+        )
+    calls = bool(message.tool_calls) or message.function_call is not None
+    rendered: dict[str, object] = {
+        "role": "system" if role == "developer" else role,
+        "content": _content(message, at, optional=role == "assistant" and calls),
+    }
+    if message.name is not None:
+        rendered["name"] = message.name
+    if role == "tool":
+        if message.tool_call_id is None:
+            raise InvalidRequestError(
+                f"{at}.tool_call_id must be a string.", param=f"{at}.tool_call_id"
+            )
+        rendered["tool_call_id"] = message.tool_call_id
+    if role == "assistant":
+        if message.reasoning_content is not None:
+            rendered["reasoning_content"] = message.reasoning_content
+        if calls:
+            rendered["tool_calls"] = list(_tool_calls(message))
+    return rendered
+
+
+def _content(message: Message, at: str, *, optional: bool) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.refusal is not None:
+            return message.refusal
+        if optional:
+            return ""
+        raise InvalidRequestError(
+            f"{at}.content must be a string or a list of parts.", param=f"{at}.content"
+        )
+    return "".join([_part(part, f"{at}.content[{i}]") for i, part in enumerate(content)])
+
+
+def _part(part: ContentPart, at: str) -> str:
+    if part.type == "refusal":
+        text = part.refusal
+    elif part.type in _TEXT_PARTS:
+        text = part.text
+    else:
+        raise UnsupportedError(
+            f"{at}.type must be text: this model reads nothing else.", param=f"{at}.type"
+        )
+    if text is None:
+        raise InvalidRequestError(f"{at}.text must be a string.", param=f"{at}.text")
+    return text
+
+
+def _tool_calls(message: Message) -> Iterator[dict[str, object]]:
+    if message.function_call is not None:
+        yield _tool_call(ToolCall(function=message.function_call))
+    for call in message.tool_calls or ():
+        yield _tool_call(call)
+
+
+def _tool_call(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.function.name, "arguments": _arguments(call.function)}
+    return {"id": call.id or "", "type": "function", "function": function}
+
+
+def _arguments(function: FunctionCall) -> object:
+    """Templates expect the arguments as an object; what is no JSON stays the text that it is."""
+    text = function.arguments or "{}"
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text

@@ -1,0 +1,242 @@
+"""The requests of the OpenAI dialect as frozen structs, and their decoding with errors that help.
+
+Null means absent for every optional field; unknown fields are ignored, so that newer clients work.
+Fields that are known, not supported and would change the answer are declared as such and refused by
+name. It knows no model, no Litestar and no Redis.
+"""
+
+import re
+from typing import Annotated, TypeVar
+
+import msgspec
+from forebay_shared.errors import InvalidRequestError, UnsupportedError
+from forebay_shared.sampling import MAX_LOGPROBS, MAX_N
+from msgspec import Meta
+
+T = TypeVar("T")
+
+_MAX_INT32 = 2**31 - 1
+
+Count = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+
+
+class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that would change the answer and that nothing here honours: null or refused."""
+
+    allowed_token_ids: object = None
+    bad_words: object = None
+    chat_template: object = None
+    documents: object = None
+    ebnf: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    json_schema: object = None
+    lora_path: object = None
+    prompt_embeds: object = None
+    prompt_logprobs: object = None
+    regex: object = None
+    stop_regex: object = None
+    structured_outputs: object = None
+    thinking_token_budget: object = None
+    truncate_prompt_tokens: object = None
+
+
+class GenerationRequest(Unsupported, frozen=True, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_MAX_INT32)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_MAX_INT32)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    best_of: Count | None = None
+    use_beam_search: bool | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-_MAX_INT32, le=_MAX_INT32)] | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    tools: list[object] | None = None
+    tool_choice: object = None
+    functions: list[object] | None = None
+    function_call: object = None
+    modalities: list[str] | None = None
+    audio: object = None
+    web_search_options: object = None
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    prompt: str | list[str | int | list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+def decode_chat(body: bytes | bytearray) -> ChatRequest:
+    """Raises InvalidRequestError that names the first bad field."""
+    request = _decode(_chat_decoder, body)
+    _refuse_common(request)
+    if request.tools or request.functions:
+        raise _unsupported("tools" if request.tools else "functions")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+    if request.function_call not in (None, "none", "auto"):
+        raise InvalidRequestError("function_call needs functions.", param="function_call")
+    if any(modality != "text" for modality in request.modalities or ()):
+        raise UnsupportedError("modalities other than text are not supported.", param="modalities")
+    for name in ("audio", "web_search_options"):
+        if getattr(request, name) is not None:
+            raise _unsupported(name)
+    return request
+
+
+def decode_completion(body: bytes | bytearray) -> CompletionRequest:
+    """Raises InvalidRequestError that names the first bad field."""
+    request = _decode(_completion_decoder, body)
+    _refuse_common(request)
+    if request.suffix:
+        raise _unsupported("suffix")
+    return request
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise translate(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidRequestError("The body is not valid JSON in UTF-8.") from None
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deep.") from None
+
+
+def _refuse_common(request: GenerationRequest) -> None:
+    for name in Unsupported.__struct_fields__:
+        if getattr(request, name) is not None:
+            raise _unsupported(name)
+    if request.response_format is not None and request.response_format.type != "text":
+        raise UnsupportedError(
+            "response_format other than text is not supported.", param="response_format"
+        )
+    if request.best_of is not None and request.best_of > (request.n or 1):
+        raise UnsupportedError("best_of above n is not supported.", param="best_of")
+    if request.use_beam_search:
+        raise _unsupported("use_beam_search")
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError(
+            "stream_options may be set only when stream is true.", param="stream_options"
+        )
+
+
+def _unsupported(name: str) -> UnsupportedError:
+    return UnsupportedError(f"{name} is not supported.", param=name)
+
+
+# msgspec's messages hold our own names and types only, but for a few that quote the value; those
+# fall through to the plain text.
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_BOUND = re.compile(r"^Expected `(\w+)` (>=|<=|>|<) (-?[\d.e+]+)")
+_LENGTH = re.compile(r"^Expected `array` of length >= (\d+)")
+_TYPE = re.compile(r"^Expected `([\w| ]+)`, got")
+_MISSING = re.compile(r"^Object missing required field `(\w+)`")
+_RELATION = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+def translate(message: str) -> InvalidRequestError:
+    """A decoder's message as an error that names the field and what would be right."""
+    found = _PATH.search(message)
+    param = found.group(1).replace("[...]", "") if found else ""
+    if missing := _MISSING.match(message):
+        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+        return InvalidRequestError(f"{param} is required.", param=param)
+    if not param:
+        return InvalidRequestError("The body must be a JSON object.")
+    return InvalidRequestError(f"{param} {_expectation(message)}.", param=param)
+
+
+def _expectation(message: str) -> str:
+    if bound := _BOUND.match(message):
+        kind = _KINDS.get(bound.group(1), "a value")
+        return f"must be {kind} {_RELATION[bound.group(2)]} {bound.group(3)}"
+    if _LENGTH.match(message):
+        return "must not be empty"
+    if type_ := _TYPE.match(message):
+        names = [_KINDS[name] for name in type_.group(1).split(" | ") if name in _KINDS]
+        return f"must be {' or '.join(names)}"
+    return "is out of range or of the wrong form"

@@ -1,0 +1,229 @@
+"""The OpenAI dialect's generation calls: from a decoded request to an answer that is ready to run.
+
+Everything that can be wrong with a request is found here, before any answer begins. It knows no
+Litestar route and no Redis.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from forebay_shared.errors import InvalidRequestError
+from forebay_shared.models import ModelCard
+from forebay_shared.sampling import SamplingParams
+from litestar.types import ASGIApp
+
+from forebay_gateway.api.openai import params
+from forebay_gateway.api.openai.answers import StreamedAnswer, WholeAnswer
+from forebay_gateway.api.openai.generate import Transcript
+from forebay_gateway.api.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from forebay_gateway.api.openai.messages import conversation, text_size
+from forebay_gateway.api.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
+from forebay_gateway.api.openai.shapes import (
+    ChatShape,
+    CompletionShape,
+    Identity,
+    Shape,
+    UsageFields,
+)
+from forebay_gateway.api.ports import Services
+from forebay_gateway.dispatch import Job
+from forebay_gateway.prompt import Renderer, Renderers, TemplateOptions, context_length_error
+
+MAX_PROMPTS = 256
+MAX_CHOICES = 1024
+
+
+class _Prompt(NamedTuple):
+    """One prompt of a text completion: its ids and its text, which an echo repeats."""
+
+    token_ids: list[int]
+    text: str
+
+
+class OpenAIService:
+    """Chat and text completions."""
+
+    def __init__(self, backend: Services, renderers: Renderers) -> None:
+        self._backend = backend
+        self._renderers = renderers
+
+    async def chat(self, request: ChatRequest, team: str) -> ASGIApp:
+        """The answer, ready to run. Raises ForebayError for what fails before it begins."""
+        card = self._backend.roster.find(request.model)
+        options = _template_options(request)
+        messages = conversation(request.messages)
+        logprobs = params.chat_logprobs(request, card)
+        renderer = await self._renderers.get(card)
+        prompt = await self._renderers.run(
+            lambda: renderer.chat(messages, options), text_size(messages)
+        )
+        room = _room(card, prompt, "messages")
+        sampling = params.sampling_params(
+            request, card, room=room, limit=params.chat_limit(request), logprobs=logprobs
+        )
+        job = _job(_new_id("chatcmpl"), request, card, prompt, sampling, team)
+        shape = ChatShape(
+            _identity(job.request_id, request),
+            usage_fields=_usage_fields(request),
+            logprobs=[]
+            if logprobs is None
+            else [ChatLogprobs(renderer.vocabulary, logprobs) for _ in range(job.n)],
+        )
+        return self._answer(request, [job], renderer, shape)
+
+    async def complete(self, request: CompletionRequest, team: str) -> ASGIApp:
+        """The answer, ready to run. Raises ForebayError for what fails before it begins."""
+        card = self._backend.roster.find(request.model)
+        logprobs = params.completion_logprobs(request, card)
+        renderer = await self._renderers.get(card)
+        prompts = await self._prompts(request, card, renderer)
+        answer_id = _new_id("cmpl")
+        jobs = [
+            _job(
+                answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                request,
+                card,
+                prompt.token_ids,
+                params.sampling_params(
+                    request,
+                    card,
+                    room=_room(card, prompt.token_ids, "prompt"),
+                    limit=request.max_tokens or params.COMPLETION_MAX_TOKENS,
+                    logprobs=logprobs,
+                ),
+                team,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        choices = [prompt for prompt in prompts for _ in range(request.n or 1)]
+        shape = CompletionShape(
+            _identity(answer_id, request),
+            usage_fields=_usage_fields(request),
+            logprobs=[]
+            if logprobs is None
+            else [CompletionLogprobs(renderer.vocabulary, logprobs) for _ in choices],
+            echoes=[prompt.text for prompt in choices] if request.echo else (),
+        )
+        return self._answer(request, jobs, renderer, shape)
+
+    async def _prompts(
+        self, request: CompletionRequest, card: ModelCard, renderer: Renderer
+    ) -> list[_Prompt]:
+        prompts = _split_prompts(request.prompt)
+        if len(prompts) > MAX_PROMPTS or len(prompts) * (request.n or 1) > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"A request may hold at most {MAX_PROMPTS} prompts and {MAX_CHOICES} choices.",
+                param="prompt",
+            )
+        for prompt in prompts:
+            if not prompt:
+                raise InvalidRequestError("prompt must not be empty.", param="prompt")
+            if not isinstance(prompt, str) and not all(0 <= i < card.vocab_size for i in prompt):
+                raise InvalidRequestError(
+                    f"prompt must hold token ids between 0 and {card.vocab_size - 1}.",
+                    param="prompt",
+                )
+        size = sum(map(len, prompts))
+        return await self._renderers.run(
+            lambda: [_encode(renderer, prompt, echo=bool(request.echo)) for prompt in prompts],
+            size,
+        )
+
+    def _answer(
+        self, request: GenerationRequest, jobs: Sequence[Job], renderer: Renderer, shape: Shape
+    ) -> ASGIApp:
+        transcript = Transcript(
+            self._backend.dispatcher, jobs, renderer.vocabulary, params.output_options(request)
+        )
+        if not request.stream:
+            return WholeAnswer(transcript, shape)
+        return StreamedAnswer(transcript, shape, self._backend.telemetry.open_streams)
+
+
+def _template_options(request: ChatRequest) -> TemplateOptions:
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude each other.",
+            param="continue_final_message",
+        )
+    kwargs = request.chat_template_kwargs or {}
+    if len(kwargs) > 32:
+        raise InvalidRequestError(
+            "chat_template_kwargs may hold at most 32 values.", param="chat_template_kwargs"
+        )
+    return TemplateOptions(
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continue_final_message=continues,
+        kwargs=dict(kwargs),
+    )
+
+
+def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """All four forms of `prompt` as a list of texts or ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return [ids]
+    texts: list[str | list[int]] = [item for item in prompt if isinstance(item, str)]
+    lists: list[str | list[int]] = [item for item in prompt if isinstance(item, list)]
+    if len(prompt) not in (len(texts), len(lists)):
+        raise InvalidRequestError(
+            "prompt must be a string, strings, token ids or lists of token ids, not a mixture.",
+            param="prompt",
+        )
+    return texts or lists
+
+
+def _encode(renderer: Renderer, prompt: str | list[int], *, echo: bool) -> _Prompt:
+    if isinstance(prompt, str):
+        return _Prompt(renderer.text(prompt), prompt)
+    return _Prompt(prompt, renderer.decode(prompt) if echo else "")
+
+
+def _room(card: ModelCard, prompt: Sequence[int], param: str) -> int:
+    """How many tokens the context leaves behind the prompt."""
+    if not prompt:
+        raise InvalidRequestError(f"{param} gives no token.", param=param)
+    room = card.max_model_len - len(prompt)
+    if room <= 0:
+        raise context_length_error(len(prompt), card.max_model_len, param)
+    return room
+
+
+def _job(
+    request_id: str,
+    request: GenerationRequest,
+    card: ModelCard,
+    prompt: list[int],
+    sampling: SamplingParams,
+    team: str,
+) -> Job:
+    return Job(
+        request_id=request_id,
+        card=card,
+        prompt=prompt,
+        sampling=sampling,
+        n=request.n or 1,
+        cache_salt=params.cache_salt(request),
+        team=team,
+        priority=request.priority or 0,
+    )
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def _identity(answer_id: str, request: GenerationRequest) -> Identity:
+    return Identity(id=answer_id, created=int(time.time()), model=request.model)
+
+
+def _usage_fields(request: GenerationRequest) -> UsageFields:
+    options = request.stream_options
+    if options is None or not options.include_usage:
+        return UsageFields.NEVER
+    return UsageFields.ALWAYS if options.continuous_usage_stats else UsageFields.LAST

@@ -1,0 +1,194 @@
+"""The JSON of the OpenAI dialect's answers, whole and in chunks.
+
+A chunk is a constant head, the new text and a constant tail; only the text is encoded per event.
+It knows no bus, no tokenizer and no HTTP.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import ClassVar, Protocol
+
+import msgspec
+
+from forebay_gateway.api.openai.generate import FinishReason, Update, Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What every chunk of one answer repeats. `created` is in seconds."""
+
+    id: str
+    created: int
+    model: str
+
+
+class UsageFields(Enum):
+    """Which events of a stream carry usage: none, one of their own at the end, or every one."""
+
+    NEVER = 0
+    LAST = 1
+    ALWAYS = 2
+
+
+class LogprobsWriter(Protocol):
+    """The log-probabilities of one choice, in a dialect's form."""
+
+    def chunk(self, update: Update) -> bytes:
+        """JSON for the tokens of this update."""
+        ...
+
+    def whole(self) -> bytes:
+        """JSON for all tokens so far."""
+        ...
+
+
+class Shape:
+    """What chat and text completions have in common. One instance writes one answer.
+
+    `echoes` holds the text that goes in front of each choice: its prompt, when that was asked for.
+    """
+
+    chunk_object: ClassVar[str]
+    whole_object: ClassVar[str]
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        usage_fields: UsageFields = UsageFields.NEVER,
+        logprobs: Sequence[LogprobsWriter] = (),
+        echoes: Sequence[str] = (),
+    ) -> None:
+        self._identity = identity
+        self._logprobs = logprobs
+        self._echoes = echoes
+        self.usage_fields = usage_fields
+        self._head = b"data: " + self._opening(self.chunk_object) + b',"choices":['
+        self._tail = b"]}\n\n" if usage_fields is UsageFields.NEVER else b'],"usage":null}\n\n'
+
+    def _opening(self, object_: str) -> bytes:
+        identity = self._identity
+        return b'{"id":%b,"object":"%b","created":%d,"model":%b' % (
+            _encode(identity.id),
+            object_.encode(),
+            identity.created,
+            _encode(identity.model),
+        )
+
+    def opening(self, index: int, usage: Usage) -> bytes:
+        """The event that comes before any token of a choice, if there is one."""
+        raise NotImplementedError
+
+    def _delta(self, text: str) -> bytes:
+        raise NotImplementedError
+
+    def _empty(self) -> bytes:
+        raise NotImplementedError
+
+    def _message(self, index: int, text: str) -> bytes:
+        raise NotImplementedError
+
+    def events(self, update: Update, usage: Usage) -> bytes:
+        """The events of one update: its text, then its end."""
+        events = b""
+        if update.text or (self._logprobs and update.token_ids):
+            logprobs = self._logprobs[update.index].chunk(update) if self._logprobs else b"null"
+            events = self._event(update.index, self._delta(update.text), logprobs, b"null", usage)
+        if update.reason is not None:
+            reason = b'"%b"' % update.reason.encode()
+            events += self._event(update.index, self._empty(), b"null", reason, usage)
+        return events
+
+    def _event(
+        self, index: int, delta: bytes, logprobs: bytes, reason: bytes, usage: Usage
+    ) -> bytes:
+        tail = (
+            b'],"usage":%b}\n\n' % _usage(usage)
+            if self.usage_fields is UsageFields.ALWAYS
+            else self._tail
+        )
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._head,
+            index,
+            delta,
+            logprobs,
+            reason,
+            tail,
+        )
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return self._head + b'],"usage":' + _usage(usage) + b"}\n\n"
+
+    def whole(self, texts: Sequence[str], reasons: Sequence[FinishReason], usage: Usage) -> bytes:
+        """The answer of a request that is not streamed."""
+        choices = b",".join(
+            b'{"index":%d,%b,"logprobs":%b,"finish_reason":"%b"}'
+            % (
+                index,
+                self._message(index, text),
+                self._logprobs[index].whole() if self._logprobs else b"null",
+                reason.encode(),
+            )
+            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        )
+        return b'%b,"choices":[%b],"usage":%b}' % (
+            self._opening(self.whole_object),
+            choices,
+            _usage(usage),
+        )
+
+    def collect(self, update: Update) -> None:
+        """Keeps an update's log-probabilities for `whole`."""
+        if self._logprobs and update.token_ids:
+            self._logprobs[update.index].chunk(update)
+
+
+class ChatShape(Shape):
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+
+    def opening(self, index: int, usage: Usage) -> bytes:
+        delta = b'"delta":{"role":"assistant","content":""}'
+        return self._event(index, delta, b"null", b"null", usage)
+
+    def _delta(self, text: str) -> bytes:
+        return b'"delta":{"content":%b}' % _encode(text)
+
+    def _empty(self) -> bytes:
+        return b'"delta":{}'
+
+    def _message(self, index: int, text: str) -> bytes:
+        return b'"message":{"role":"assistant","content":%b,"refusal":null}' % _encode(text)
+
+
+class CompletionShape(Shape):
+    chunk_object = "text_completion"
+    whole_object = "text_completion"
+
+    def opening(self, index: int, usage: Usage) -> bytes:
+        if not self._echoes:
+            return b""
+        return self._event(index, self._delta(self._echoes[index]), b"null", b"null", usage)
+
+    def _delta(self, text: str) -> bytes:
+        return b'"text":%b' % _encode(text)
+
+    def _empty(self) -> bytes:
+        return b'"text":""'
+
+    def _message(self, index: int, text: str) -> bytes:
+        return self._delta(self._echoes[index] + text if self._echoes else text)
+
+
+def _usage(usage: Usage) -> bytes:
+    return (
+        b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,'
+        b'"prompt_tokens_details":{"cached_tokens":%d}}'
+        % (
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.prompt_tokens + usage.completion_tokens,
+            usage.cached_tokens,
+        )
+    )

@@ -1,0 +1,65 @@
+"""What the HTTP side asks of the rest of the gateway: the roster, the dispatcher, the store.
+
+`backend.Backend` is the real one, over Redis. It knows no implementation.
+"""
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from forebay_shared.models import ModelCard
+from forebay_shared.telemetry import GatewayMetrics
+
+from forebay_gateway.dispatch import Event, Job
+
+
+class Running(Protocol):
+    """A running job; see dispatch.Generation."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+    async def events(self) -> list[Event]: ...
+
+    def stop(self, index: int) -> None: ...
+
+
+class Dispatch(Protocol):
+    def generate(self, job: Job) -> Running: ...
+
+
+class Models(Protocol):
+    @property
+    def ready(self) -> bool: ...
+
+    def cards(self) -> list[ModelCard]: ...
+
+    def find(self, name: str) -> ModelCard: ...
+
+
+class Blobs(Protocol):
+    async def blob(self, sha256: str) -> bytes: ...
+
+
+class Services(Protocol):
+    """Everything together."""
+
+    @property
+    def roster(self) -> Models: ...
+
+    @property
+    def dispatcher(self) -> Dispatch: ...
+
+    @property
+    def store(self) -> Blobs: ...
+
+    @property
+    def telemetry(self) -> GatewayMetrics: ...
+
+    async def metrics(self) -> str: ...

@@ -1,0 +1,28 @@
+"""The plainest ASGI answers: bytes with a status and headers. Knows no dialect."""
+
+from litestar.types import Receive, Scope, Send
+
+from forebay_gateway.api.errors import Headers, envelope, foreseen
+
+_JSON: Headers = [(b"content-type", b"application/json")]
+
+
+class Answer:
+    """A whole answer, as an ASGI app. Litestar's Response costs about 60 us more."""
+
+    __slots__ = ("_body", "_headers", "_status")
+
+    def __init__(self, body: bytes, headers: Headers = _JSON, status: int = 200) -> None:
+        self._body = body
+        self._headers = headers
+        self._status = status
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [*self._headers, (b"content-length", b"%d" % len(self._body))]
+        await send({"type": "http.response.start", "status": self._status, "headers": headers})
+        await send({"type": "http.response.body", "body": self._body, "more_body": False})
+
+
+def error_answer(error: Exception) -> Answer:
+    ours, headers = foreseen(error)
+    return Answer(envelope(ours), headers, ours.status)

@@ -1,0 +1,66 @@
+"""The one place that wires the gateway's HTTP side: keys, limits, renderers, routes."""
+
+from collections.abc import Callable
+
+from forebay_shared.errors import MethodNotAllowedError
+from forebay_shared.settings import GatewaySettings
+from litestar import Litestar, Request, Response
+from litestar.datastructures import State
+
+from forebay_gateway.admission import Admission
+from forebay_gateway.api.edge import Edge
+from forebay_gateway.api.errors import ClientGoneError, envelope, foreseen
+from forebay_gateway.api.health import health_routes
+from forebay_gateway.api.openai.routes import generation_routes, model_routes
+from forebay_gateway.api.openai.service import OpenAIService
+from forebay_gateway.api.ports import Services
+from forebay_gateway.auth import Keyring
+from forebay_gateway.prompt import Renderers
+
+
+def create_app(
+    settings: GatewaySettings, backend: Services, draining: Callable[[], bool] = lambda: False
+) -> Edge:
+    """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
+    service = OpenAIService(backend, Renderers(backend.store.blob))
+    routes = Litestar(
+        route_handlers=[
+            *generation_routes(service, settings.max_body_bytes),
+            *model_routes(backend.roster),
+            *health_routes(backend, draining),
+        ],
+        exception_handlers={Exception: _answer_error},
+        openapi_config=None,
+        logging_config=None,
+        request_max_body_size=None,
+    )
+    return Edge(
+        routes,
+        keyring=Keyring(settings.api_key, protect_metrics=settings.protect_metrics),
+        admission=Admission(settings.max_concurrent_requests),
+        telemetry=backend.telemetry,
+        allowed_origins=settings.allowed_origins,
+    )
+
+
+def _answer_error(request: Request[object, object, State], error: Exception) -> Response[bytes]:
+    if isinstance(error, ClientGoneError):
+        return Response(b"", status_code=499)  # nobody reads it
+    ours, headers = foreseen(error)
+    if isinstance(ours, MethodNotAllowedError):
+        headers.append((b"allow", _allowed_methods(request).encode()))
+    return Response(
+        envelope(ours),
+        status_code=ours.status,
+        headers={name.decode(): value.decode("latin-1") for name, value in headers},
+    )
+
+
+def _allowed_methods(request: Request[object, object, State]) -> str:
+    path = request.scope["path"].rstrip("/")
+    for route in request.app.routes:
+        fixed, variable, _ = route.path.partition("{")
+        if path == route.path or (variable and path.startswith(fixed)):
+            methods = route.methods | ({"HEAD"} if "GET" in route.methods else set[str]())
+            return ", ".join(sorted(methods))
+    return ""

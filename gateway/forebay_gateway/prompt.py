@@ -1,0 +1,206 @@
+"""Messages and texts to token ids: the model's chat template and tokenizer, pure and off the loop.
+
+A small prompt is rendered inline, a large one in a bounded thread pool, so the event loop never
+stalls. Text of a special token inside a client's string is encoded as plain text: only the template
+may write control tokens. It knows no HTTP dialect and no bus; blobs come from whoever builds it.
+"""
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+from forebay_shared.errors import ContextLengthError, InvalidRequestError
+from forebay_shared.models import ModelCard
+from tokenizers import Tokenizer
+
+from forebay_gateway.output import Vocabulary
+from forebay_gateway.template import ChatTemplate
+
+T = TypeVar("T")
+
+INLINE_CHARS = 4_096
+"""Longer texts go to the thread pool: the tokenizer takes up to 1 us a character on a busy core."""
+THREADS = 2
+MAX_RENDERERS = 8
+
+# Noncharacters: no text needs them. One marks the end of a message to continue, one cuts a special
+# token's text in two so that neither half is it.
+_CONTINUE = "\ufdd0"
+_CUT = "\ufdd1"
+
+
+class TemplateOptions(msgspec.Struct, frozen=True):
+    """What a request may say to the chat template."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    kwargs: dict[str, object] = {}
+
+
+class Renderer:
+    """One model's template and tokenizer. Safe to use from several threads."""
+
+    def __init__(self, card: ModelCard, tokenizer: bytes, template: bytes | None) -> None:
+        self._tokenizer = Tokenizer.from_str(tokenizer.decode())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template = (
+            None if template is None else ChatTemplate(template.decode(), card.template_tokens)
+        )
+        self._max_model_len = card.max_model_len
+        self._bos = card.bos_token_id
+        self.vocabulary = Vocabulary(self._tokenizer, card.vocab_size)
+        longest_first = sorted(self.vocabulary.special_texts, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def chat(self, messages: Sequence[Mapping[str, object]], options: TemplateOptions) -> list[int]:
+        """The prompt of a conversation.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or it refuses these messages.
+            ContextLengthError: the text is longer than any text that fits.
+        """
+        if self._template is None:
+            raise InvalidRequestError(
+                "This model has no chat template; use /v1/completions.", param="messages"
+            )
+        shielded, cut = self._shield(list(messages))
+        assert isinstance(shielded, list)
+        kwargs, cut_kwargs = self._shield(options.kwargs)
+        assert isinstance(kwargs, dict)
+        if options.continue_final_message:
+            shielded[-1] = shielded[-1] | {"content": f"{shielded[-1]['content']}{_CONTINUE}"}
+        text = self._template.render(
+            shielded,
+            add_generation_prompt=options.add_generation_prompt,
+            kwargs=kwargs,
+        )
+        if options.continue_final_message:
+            text, found, _ = text.rpartition(_CONTINUE)
+            if not found:
+                raise InvalidRequestError(
+                    "The model's chat template cannot continue this message.", param="messages"
+                )
+        self._check_length(text, "messages")
+        return self._encode_cut(text) if cut or cut_kwargs else self._encode(text)
+
+    def text(self, prompt: str) -> list[int]:
+        """The ids of a raw prompt, special tokens included, with at most one BOS token."""
+        self._check_length(prompt, "prompt")
+        ids = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=True)[0].ids
+        return ids[1:] if self._bos is not None and ids[:2] == [self._bos, self._bos] else ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The whole text of these ids, special tokens included."""
+        detokeniser = self.vocabulary.detokeniser(skip_special=False)
+        return detokeniser.push(token_ids) + detokeniser.flush()
+
+    def _encode(self, text: str) -> list[int]:
+        # Of the encode methods only the batch ones release the GIL for all of their work: another
+        # thread waits 17 ms at most beside 1 MB, against 165 ms with `encode`.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def _encode_cut(self, text: str) -> list[int]:
+        first, *rest = text.split(_CUT)
+        ids = self._encode(first)
+        for piece in rest:
+            ids += self._encode_inner(piece)
+        return ids
+
+    def _encode_inner(self, piece: str) -> list[int]:
+        """Encodes text that follows other text; sentencepiece adds a space to what begins one."""
+        if self.vocabulary.byte_level:
+            return self._encode(piece)
+        newline = self._encode("\n")
+        ids = self._encode("\n" + piece)
+        return ids[len(newline) :] if ids[: len(newline)] == newline else self._encode(piece)
+
+    def _shield(self, value: object) -> tuple[object, bool]:
+        """The value with every special token's text cut in two, and whether there was any."""
+        found = False
+
+        def cut(match: re.Match[str]) -> str:
+            nonlocal found
+            found = True
+            text = match.group()
+            return f"{text[:1]}{_CUT}{text[1:]}"
+
+        def walk(part: object) -> object:
+            if isinstance(part, str):
+                return self._special.sub(cut, part)
+            if isinstance(part, dict):
+                return {key: walk(item) for key, item in part.items()}
+            if isinstance(part, list):
+                return [walk(item) for item in part]
+            return part
+
+        return walk(value), found
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Refuses before tokenising what cannot fit, whatever its tokens are."""
+        least = -(-len(text) // self.vocabulary.longest)
+        if least >= self._max_model_len:
+            raise context_length_error(f"at least {least}", self._max_model_len, param)
+
+
+def context_length_error(tokens: int | str, limit: int, param: str) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {limit} tokens. However, your {param} resulted in "
+        f"{tokens} tokens, which leaves no room for an answer. Please reduce the length.",
+        param=param,
+    )
+
+
+class Renderers:
+    """Renderers by model, loaded on first use and kept in a small LRU; owns the thread pool."""
+
+    def __init__(self, blob: Callable[[str], Awaitable[bytes]]) -> None:
+        self._blob = blob
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="prompt")
+        self._ready: OrderedDict[tuple[object, ...], Renderer] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def get(self, card: ModelCard) -> Renderer:
+        """The renderer of a card. Raises BusError when its tokenizer cannot be fetched."""
+        key = _renderer_key(card)
+        renderer = self._ready.get(key)
+        if renderer is None:
+            async with self._lock:
+                renderer = self._ready.get(key) or await self._load(card)
+                self._ready[key] = renderer
+                while len(self._ready) > MAX_RENDERERS:
+                    self._ready.popitem(last=False)
+        self._ready.move_to_end(key)
+        return renderer
+
+    async def _load(self, card: ModelCard) -> Renderer:
+        tokenizer = await self._blob(card.tokenizer)
+        template = None if card.chat_template is None else await self._blob(card.chat_template)
+        return await self.in_thread(lambda: Renderer(card, tokenizer, template))
+
+    async def run(self, work: Callable[[], T], chars: int) -> T:
+        """`work` inline when it is about few characters, else in a thread."""
+        return work() if chars <= INLINE_CHARS else await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _renderer_key(card: ModelCard) -> tuple[object, ...]:
+    """Everything of a card that a Renderer depends on."""
+    tokens = tuple(sorted(card.template_tokens.items()))
+    return (
+        card.tokenizer,
+        card.chat_template,
+        tokens,
+        card.vocab_size,
+        card.max_model_len,
+        card.bos_token_id,
+    )

@@ -1,0 +1,99 @@
+"""A model's chat template: sandboxed Jinja with the helpers that such templates use.
+
+The template comes from the model's directory, never from a request. It knows no tokens and no HTTP.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import NoReturn
+
+from forebay_shared.errors import InvalidRequestError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MAX_REASON = 200
+
+
+class TemplateRefusalError(TemplateError):
+    """The template called raise_exception."""
+
+
+class GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks answers for training; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012  the library's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template. Rendering is pure but for the date that a template may ask for."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+        self._tokens = dict(tokens)
+
+    def render(
+        self,
+        messages: Sequence[object],
+        *,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, object],
+    ) -> str:
+        """The prompt's text. Raises InvalidRequestError when the template refuses the messages."""
+        try:
+            return self._template.render(
+                {
+                    **self._tokens,
+                    "tools": None,
+                    "documents": None,
+                    **kwargs,
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except TemplateRefusalError as error:
+            reason = (error.message or "")[:_MAX_REASON]
+            raise InvalidRequestError(
+                f"The model's chat template refuses these messages: {reason}", param="messages"
+            ) from None
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise InvalidRequestError(
+                "The model's chat template cannot render these messages.", param="messages"
+            ) from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateRefusalError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as authors of chat templates expect it: no HTML escapes, unlike Jinja's filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -1,0 +1,230 @@
+"""A stand-in for Redis and workers, inside the process: it plays scripted tokens to the HTTP side.
+
+It exists so that the API's tests can say exactly which tokens come, in which grouping, and what
+fails when. `tests/system` runs the same contract against the real Redis and real workers.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+import uvloop
+from forebay_gateway.app import create_app
+from forebay_gateway.dispatch import Event, Job
+from forebay_gateway.main import server_config
+from forebay_gateway.server import Server
+from forebay_shared.errors import ForebayError, ModelNotFoundError, NoWorkerError
+from forebay_shared.models import (
+    CAP_GENERATE,
+    CAP_LOGIT_BIAS,
+    CAP_LOGPROBS,
+    CAP_PENALTIES,
+    ModelCard,
+    content_hash,
+)
+from forebay_shared.settings import GatewaySettings
+from forebay_shared.telemetry import GatewayMetrics
+from forebay_shared.wire import Delta, Done, Started, TokenLogprobs, Usage
+from prometheus_client import CollectorRegistry, generate_latest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ANSWER = "The quick brown fox says: 你好, мир, café 😀👩‍👩‍👧 — jumps over the lazy dog. "
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MODEL = "org/scripted"
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """A small byte-level BPE tokenizer, trained on the spot; it can spell any text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=[AddedToken(text, special=True) for text in SPECIALS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([ANSWER, "What is the capital of France? Paris."] * 5, trainer)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Play:
+    """What one sequence does. Tokens come in groups; `error` comes after `error_after` tokens."""
+
+    token_ids: Sequence[int]
+    group: int = 1
+    error: ForebayError | None = None
+    error_after: int = 0
+    hang_after: int | None = None
+    finish: str = "stop"
+
+
+class ScriptedGeneration:
+    """A running job that plays its script, one group of tokens per call of `events`."""
+
+    def __init__(self, backend: "ScriptedBackend", job: Job) -> None:
+        self._backend = backend
+        self.job = job
+        self._plays = [backend.script(job, index) for index in range(job.n)]
+        self._position = [0] * job.n
+        self._open = set(range(job.n))
+        self._started = False
+
+    async def __aenter__(self) -> Self:
+        self._backend.running[self.job.request_id] = self
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._backend.running.pop(self.job.request_id)
+        if self._open:
+            self._backend.cancelled.append(self.job.request_id)
+
+    def stop(self, index: int) -> None:
+        self._open.discard(index)
+        self._backend.stopped += 1
+
+    async def events(self) -> list[Event]:
+        await asyncio.sleep(0)
+        request_id = self.job.request_id
+        events: list[Event] = []
+        if not self._started:
+            self._started = True
+            events += [Started(request_id, 1, index, 2, 0.0) for index in sorted(self._open)]
+        for index in sorted(self._open):
+            events += await self._step(index)
+        return events
+
+    async def _step(self, index: int) -> list[Event]:
+        play, at = self._plays[index], self._position[index]
+        if play.error is not None and at >= play.error_after:
+            raise play.error
+        if play.hang_after is not None and at >= play.hang_after:
+            await asyncio.Event().wait()
+        limit = self.job.sampling.max_tokens
+        ids = list(play.token_ids[at : min(at + play.group, limit)])
+        self._position[index] += len(ids)
+        request_id, events = self.job.request_id, list[Event]()
+        if ids:
+            logprobs = self._logprobs(ids)
+            events.append(Delta(request_id, 1, index, at, ids, logprobs))
+        at += len(ids)
+        if at >= min(len(play.token_ids), limit) and play.error is None and play.hang_after is None:
+            self._open.discard(index)
+            cut = at >= limit
+            usage = Usage(len(self.job.prompt), 2, at if cut else at + 1)
+            events.append(
+                Done(request_id, 1, index, "length" if cut else "stop", None if cut else 2, usage)
+            )
+        return events
+
+    def _logprobs(self, ids: list[int]) -> list[TokenLogprobs] | None:
+        if self.job.sampling.logprobs is None:
+            return None
+        others = range(5, 5 + self.job.sampling.logprobs)
+        top = [(token, -1.0 - token) for token in others]
+        return [TokenLogprobs(-0.5, ([(i, -0.5), *top])[: self.job.sampling.logprobs]) for i in ids]
+
+
+@dataclass
+class ScriptedBackend:
+    """Roster, dispatcher, store and metrics in one. Change `script` to change what models say."""
+
+    tokenizer: Tokenizer = field(default_factory=byte_level_tokenizer)
+    template: str = TEMPLATE
+    max_model_len: int = 512
+    ready: bool = True
+    telemetry: GatewayMetrics = field(default_factory=lambda: GatewayMetrics(CollectorRegistry()))
+    running: dict[str, ScriptedGeneration] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    stopped: int = 0
+    capabilities: frozenset[str] = frozenset(
+        {CAP_GENERATE, CAP_LOGPROBS, CAP_PENALTIES, CAP_LOGIT_BIAS}
+    )
+
+    def __post_init__(self) -> None:
+        self._json = self.tokenizer.to_str().encode()
+        self.answer = self.tokenizer.encode(ANSWER, add_special_tokens=False).ids
+        self.script: Callable[[Job, int], Play] = lambda job, index: Play(self.answer)
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(
+            names=(MODEL, "scripted"),
+            revision="r1",
+            family="llama",
+            engine="scripted",
+            tokenizer=content_hash(self._json),
+            vocab_size=self.tokenizer.get_vocab_size(),
+            max_model_len=self.max_model_len,
+            block_size=16,
+            created=1_700_000_000,
+            eos_token_ids=(2,),
+            chat_template=content_hash(self.template.encode()),
+            capabilities=self.capabilities,
+        )
+
+    roster = property(lambda self: self)
+    dispatcher = property(lambda self: self)
+    store = property(lambda self: self)
+
+    def cards(self) -> list[ModelCard]:
+        return [self.card] if self.ready else []
+
+    def find(self, name: str) -> ModelCard:
+        if not self.ready:
+            raise NoWorkerError("No worker is ready.", retry_after_s=1.0)
+        if name not in self.card.names:
+            raise ModelNotFoundError("The model does not exist.", param="model")
+        return self.card
+
+    def generate(self, job: Job) -> ScriptedGeneration:
+        self.jobs.append(job)
+        return ScriptedGeneration(self, job)
+
+    async def blob(self, sha256: str) -> bytes:
+        blobs = {content_hash(data): data for data in (self._json, self.template.encode())}
+        return blobs[sha256]
+
+    async def metrics(self) -> str:
+        return generate_latest(self.telemetry.registry).decode()
+
+
+@contextmanager
+def serving(backend: ScriptedBackend, settings: GatewaySettings) -> Iterator[str]:
+    """A real uvicorn server on loopback, in a thread of its own; yields its base URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server: Server | None = None
+    started = threading.Event()
+
+    async def serve() -> None:
+        nonlocal server
+        app = create_app(settings, backend, lambda: server is not None and server.draining)
+        server = Server(server_config(app, settings))
+        started.set()
+        await server.serve(sockets=[listener])
+
+    def main() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=main, name="gateway")
+    thread.start()
+    started.wait()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        assert server is not None
+        server.should_exit = True
+        thread.join()
