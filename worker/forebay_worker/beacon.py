@@ -1,0 +1,95 @@
+"""What a worker says of itself: its lease, card and blobs, its load every second, and its farewell.
+
+All of it is said again after Redis lost it. It knows the engine only by its card and its load.
+"""
+
+import asyncio
+import zlib
+
+import msgspec
+from forebay_shared import keys
+from forebay_shared.bus import Publisher
+from forebay_shared.link import Value
+from forebay_shared.models import content_hash
+from forebay_shared.packets import ROSTER
+from forebay_shared.telemetry import snapshot
+from forebay_shared.wire import Beacon, Farewell
+from prometheus_client import CollectorRegistry
+
+from forebay_worker.engines.base import Engine
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Presence:
+    """One worker incarnation in the roster. Set `draining` to get nothing new."""
+
+    def __init__(
+        self, worker: str, engine: Engine, publisher: Publisher, registry: CollectorRegistry
+    ) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._publisher = publisher
+        self._registry = registry
+        self._card = _encode(engine.card)
+        self._card_hash = content_hash(self._card)
+        self._blobs = {
+            name: zlib.compress(content, level=6) for name, content in engine.blobs.items()
+        }
+        self.draining = False
+
+    async def run(self) -> None:
+        """Renews everything each keys.RENEW_S."""
+        self._register()
+        while True:
+            self.renew()
+            await asyncio.sleep(keys.RENEW_S)
+
+    def renew(self) -> None:
+        """Renews the lease, then tells everybody the load."""
+        call = self._publisher.call
+        beacon = Beacon(
+            worker=self._worker,
+            card=self._card_hash,
+            load=self._engine.load(),
+            draining=self.draining,
+        )
+        call("SET", keys.worker_lease(self._worker), "1", "PX", keys.LEASE_MS)
+        self._renew_content()
+        self._publisher.announce(
+            keys.roster(), ROSTER.encode(self._worker, [beacon]), keys.ROSTER_MAXLEN
+        )
+        call("PEXPIRE", keys.roster(), keys.STREAM_TTL_MS)
+        call("HSET", keys.members(), self._worker, _encode(beacon))
+        call("PEXPIRE", keys.members(), keys.STREAM_TTL_MS)
+        call("SET", keys.metrics(self._worker), snapshot(self._registry), "PX", keys.LEASE_MS)
+
+    async def farewell(self) -> None:
+        """Takes back all that was said; blobs stay, as other workers may serve the same model."""
+        call = self._publisher.call
+        packet = ROSTER.encode(self._worker, [Farewell(worker=self._worker)])
+        self._publisher.announce(keys.roster(), packet, keys.ROSTER_MAXLEN)
+        call("HDEL", keys.members(), self._worker)
+        call("DEL", keys.worker_lease(self._worker), keys.worker_card(self._worker))
+        call("DEL", keys.work(self._worker))
+        call("DEL", keys.metrics(self._worker))
+        await self._publisher.drain()
+
+    def _renew_content(self) -> None:
+        call = self._publisher.call
+        renewals = [call("PEXPIRE", keys.worker_card(self._worker), keys.STREAM_TTL_MS)]
+        renewals.extend(call("PEXPIRE", keys.blob(name), keys.BLOB_TTL_MS) for name in self._blobs)
+
+        def renewed(future: asyncio.Future[Value]) -> None:
+            if not future.cancelled() and future.exception() is None and future.result() == 0:
+                self._register()
+
+        for renewal in renewals:
+            renewal.add_done_callback(renewed)
+
+    def _register(self) -> None:
+        """Says what the beacons refer to, so it must be sent before them."""
+        call = self._publisher.call
+        for name, packed in self._blobs.items():
+            call("SET", keys.blob(name), packed, "PX", keys.BLOB_TTL_MS)
+        call("SET", keys.worker_card(self._worker), self._card, "PX", keys.STREAM_TTL_MS)

@@ -1,0 +1,339 @@
+"""A deterministic engine without a model: it answers a prompt with the prompt's own ids, over and
+over.
+
+The token at output position p of sequence i is prompt[(p + i) mod length], a pure function of the
+prompt, so a resumed sequence goes on exactly where it was. An end-of-sequence or stop id in the
+prompt ends the answer, as it would a model's; before min_tokens a space stands in for it. The
+system tests and the load tests of the gateway run on it: it batches every running sequence into
+each step and makes well over 50,000 tokens/s.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from forebay_shared.errors import ContextLengthError, ForebayError, OverloadedError
+from forebay_shared.models import CAP_GENERATE, CAP_LOGPROBS, ModelCard, content_hash
+from forebay_shared.settings import WorkerSettings
+from forebay_shared.wire import (
+    Delta,
+    Done,
+    Failed,
+    FinishReason,
+    Load,
+    Reply,
+    Started,
+    Submit,
+    TokenLogprobs,
+    Usage,
+    unpack_ids,
+)
+
+from forebay_worker.engines.base import Emit, Recorder
+from forebay_worker.engines.echo_model import CHAT_TEMPLATE, END, SPACE, SPECIALS, tokenizer_json
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL_LEN = 32_768
+_FAR = -100.0
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One generation. `position` counts its output ids, the emitted ones of earlier attempts
+    included.
+    """
+
+    submit: Submit
+    index: int
+    prompt: list[int]
+    position: int
+    arrived: float
+    enders: frozenset[int]
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    cancelled: bool = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.submit.request_id, self.submit.attempt
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one step gives out."""
+
+    events: list[tuple[str, Reply]] = field(default_factory=list[tuple[str, Reply]])
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+
+class EchoEngine:
+    """Implements the Engine protocol. `echo_delay_ms` is the time of a step."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._delay_s = settings.echo_delay_ms / 1000
+        self._tokenizer = tokenizer_json()
+        self._card = self._make_card()
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._refusals: list[tuple[str, Reply]] = []
+        self._stopping = False
+        self._stepped_at = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._emit: Emit | None = None
+        self._recorder: Recorder | None = None
+
+    def _make_card(self) -> ModelCard:
+        template = CHAT_TEMPLATE.encode()
+        return ModelCard(
+            names=self._settings.served_model_name or (self._settings.model or "echo",),
+            revision="echo-1",
+            family="echo",
+            engine="echo",
+            tokenizer=content_hash(self._tokenizer),
+            vocab_size=256 + len(SPECIALS),
+            max_model_len=self._settings.max_model_len or DEFAULT_MODEL_LEN,
+            block_size=self._settings.block_size,
+            created=int(time.time()),
+            eos_token_ids=(END,),
+            chat_template=content_hash(template),
+            template_tokens={"eos_token": SPECIALS[0]},
+            max_num_seqs=self._settings.max_num_seqs,
+            max_queued=self._settings.max_num_queued_reqs,
+            capabilities=frozenset({CAP_GENERATE, CAP_LOGPROBS}),
+        )
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    @property
+    def blobs(self) -> dict[str, bytes]:
+        """The tokenizer and the chat template, by content hash."""
+        contents = (self._tokenizer, CHAT_TEMPLATE.encode())
+        return {content_hash(content): content for content in contents}
+
+    def start(self, emit: Emit, recorder: Recorder) -> None:
+        self._emit = emit
+        self._recorder = recorder
+        self._thread = threading.Thread(target=self._loop, name="echo-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, submit: Submit) -> None:
+        now = time.monotonic()
+        with self._lock:
+            try:
+                self._waiting.extend(self._admit(submit, now))
+            except ForebayError as error:
+                self._refusals.append((submit.gateway, _failed(submit, error)))
+            self._wake.notify()
+
+    def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
+        with self._lock:
+            for sequence in (*self._waiting, *self._running):
+                if sequence.key == (request_id, attempt) and index in (None, sequence.index):
+                    sequence.cancelled = True
+            self._wake.notify()
+
+    def cancel_gateway(self, gateway: str) -> None:
+        with self._lock:
+            for sequence in (*self._waiting, *self._running):
+                if sequence.submit.gateway == gateway:
+                    sequence.cancelled = True
+            self._wake.notify()
+
+    def load(self) -> Load:
+        with self._lock:
+            busy = bool(self._running or self._waiting)
+            return Load(
+                running=len(self._running),
+                waiting=len(self._waiting),
+                waiting_tokens=sum(len(sequence.prompt) for sequence in self._waiting),
+                kv_usage=len(self._running) / self._settings.max_num_seqs,
+                step_age_s=time.monotonic() - self._stepped_at if busy else 0.0,
+            )
+
+    def stop(self, timeout_s: float) -> None:
+        with self._lock:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _admit(self, submit: Submit, now: float) -> list[_Sequence]:
+        """The sequences of a request. Raises the ForebayError that the client is to see."""
+        submit.sampling.validate(self._card.vocab_size)
+        prompt = unpack_ids(submit.prompt)
+        if not prompt or len(prompt) >= self._card.max_model_len:
+            raise ContextLengthError(
+                f"The prompt must have between 1 and {self._card.max_model_len - 1} tokens.",
+                param="prompt",
+            )
+        if len(self._waiting) + len(submit.starts) > self._settings.max_num_queued_reqs:
+            raise OverloadedError("The worker's queue is full. Please retry.")
+        enders = frozenset(submit.sampling.stop_token_ids)
+        if not submit.sampling.ignore_eos:
+            enders |= {END}
+        return [
+            _Sequence(submit, start.index, prompt, len(start.emitted) // 4, now, enders)
+            for start in submit.starts
+        ]
+
+    def _loop(self) -> None:
+        assert self._emit is not None
+        try:
+            while self._wait():
+                due = time.monotonic() + self._delay_s
+                step = self._step()
+                if step.events:
+                    self._emit(step.events)
+                if self._delay_s:
+                    time.sleep(max(0.0, due - time.monotonic()))
+        finally:
+            with self._lock:
+                left = [*self._running, *self._waiting]
+                self._running, self._waiting = [], deque()
+            self._emit(list({sequence.key: _lost(sequence) for sequence in left}.values()))
+
+    def _wait(self) -> bool:
+        """Waits for work; False when the engine is to stop."""
+        with self._lock:
+            while not (self._stopping or self._running or self._waiting or self._refusals):
+                self._wake.wait()
+            self._stepped_at = time.monotonic()
+            return not self._stopping
+
+    def _step(self) -> _Step:
+        """One token for every running sequence."""
+        assert self._recorder is not None
+        step = _Step()
+        now = time.monotonic()
+        with self._lock:
+            step.events, self._refusals = self._refusals, []
+            self._drop_cancelled(step, now)
+            self._start_waiting(step, now)
+            running = self._running
+            waiting = len(self._waiting)
+        ended = [sequence for sequence in running if self._advance(sequence, step, now)]
+        if ended:
+            gone = set(map(id, ended))
+            with self._lock:
+                self._running = [one for one in running if id(one) not in gone]
+        self._recorder.step(
+            running=len(running) - len(ended),
+            waiting=waiting,
+            kv_usage=len(running) / self._settings.max_num_seqs,
+            prompt_tokens=step.prompt_tokens,
+            generation_tokens=step.tokens,
+            prefix_queries=0,
+            prefix_hits=0,
+            preemptions=0,
+            host_s=time.monotonic() - now,
+        )
+        return step
+
+    def _drop_cancelled(self, step: _Step, now: float) -> None:
+        for sequence in (*self._running, *self._waiting):
+            if sequence.cancelled:
+                self._end(sequence, "abort", None, step, now)
+        self._running = [sequence for sequence in self._running if not sequence.cancelled]
+        self._waiting = deque(one for one in self._waiting if not one.cancelled)
+
+    def _start_waiting(self, step: _Step, now: float) -> None:
+        while self._waiting and len(self._running) < self._settings.max_num_seqs:
+            sequence = self._waiting.popleft()
+            sequence.started = now
+            submit = sequence.submit
+            queued_ms = (now - sequence.arrived) * 1000
+            started = Started(submit.request_id, submit.attempt, sequence.index, 0, queued_ms)
+            step.events.append((submit.gateway, started))
+            step.prompt_tokens += len(sequence.prompt)
+            self._running.append(sequence)
+
+    def _advance(self, sequence: _Sequence, step: _Step, now: float) -> bool:
+        """Emits the next token of a sequence; True when that ended it."""
+        submit, position = sequence.submit, sequence.position
+        limit = min(submit.sampling.max_tokens, self._card.max_model_len - len(sequence.prompt))
+        if position >= limit:
+            self._end(sequence, "length", None, step, now)
+            return True
+        token = sequence.prompt[(position + sequence.index) % len(sequence.prompt)]
+        if token in sequence.enders:
+            if position >= submit.sampling.min_tokens:
+                self._end(sequence, "stop", token, step, now)
+                return True
+            token = SPACE
+        sequence.position = position + 1
+        delta = Delta(
+            submit.request_id, submit.attempt, sequence.index, position, [token],
+            _logprobs(token, submit.sampling.logprobs),
+        )  # fmt: skip
+        step.events.append((submit.gateway, delta))
+        step.tokens += 1
+        self._record(sequence, now)
+        if sequence.position >= limit:
+            self._end(sequence, "length", None, step, now)
+            return True
+        return False
+
+    def _record(self, sequence: _Sequence, now: float) -> None:
+        assert self._recorder is not None
+        if sequence.first_token:
+            self._recorder.inter_token(now - sequence.last_token)
+        else:
+            sequence.first_token = now
+            self._recorder.first_token(now - sequence.arrived)
+        sequence.last_token = now
+
+    def _end(
+        self, sequence: _Sequence, reason: FinishReason, token: int | None, step: _Step, now: float
+    ) -> None:
+        assert self._recorder is not None
+        submit = sequence.submit
+        started = sequence.started or now
+        first = sequence.first_token or now
+        usage = Usage(
+            len(sequence.prompt), 0, sequence.position,
+            (started - sequence.arrived) * 1000, (first - started) * 1000, (now - first) * 1000,
+        )  # fmt: skip
+        done = Done(submit.request_id, submit.attempt, sequence.index, reason, token, usage)
+        step.events.append((submit.gateway, done))
+        self._recorder.finished(
+            reason=reason,
+            e2e_s=now - sequence.arrived,
+            queued_s=started - sequence.arrived,
+            prefill_s=first - started,
+            decode_s=now - first,
+            prompt_tokens=len(sequence.prompt),
+            generation_tokens=sequence.position,
+            max_tokens=submit.sampling.max_tokens,
+        )
+
+
+def _logprobs(token: int, alternatives: int | None) -> list[TokenLogprobs] | None:
+    """The echo is certain of its token."""
+    if alternatives is None:
+        return None
+    others = [(other, _FAR) for other in range(alternatives) if other != token]
+    return [TokenLogprobs(0.0, [(token, 0.0), *others][:alternatives])]
+
+
+def _failed(submit: Submit, error: ForebayError) -> Failed:
+    return Failed(
+        submit.request_id, submit.attempt, error.code, error.message, error.retryable, error.param
+    )
+
+
+def _lost(sequence: _Sequence) -> tuple[str, Reply]:
+    submit = sequence.submit
+    failed = Failed(
+        submit.request_id, submit.attempt, "worker_lost", "The worker stopped.", retryable=True
+    )
+    return submit.gateway, failed

@@ -1,0 +1,40 @@
+"""Engines by name: built in, or from an installed distribution by the entry point group
+forebay.engines.
+
+An entry point names a callable that takes WorkerSettings and returns an Engine. An engine's module
+is imported only when it is asked for: the echo engine needs no torch.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import cast
+
+from forebay_shared.settings import StartError, WorkerSettings
+
+from forebay_worker.engines.base import Engine
+
+GROUP = "forebay.engines"
+
+BUILT_IN = {
+    "native": "forebay_worker.engines.native:NativeEngine",
+    "echo": "forebay_worker.engines.echo:EchoEngine",
+}
+
+
+def build(settings: WorkerSettings) -> Engine:
+    """The engine that `settings.engine` names. Raises ValueError, which lists the names, for
+    another.
+    """
+    return _factory(settings.engine)(settings)
+
+
+def _factory(name: str) -> Callable[[WorkerSettings], Engine]:
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        return cast(Callable[[WorkerSettings], Engine], getattr(import_module(module), attribute))
+    plugins = entry_points(group=GROUP)
+    if name in plugins.names:
+        return cast(Callable[[WorkerSettings], Engine], plugins[name].load())
+    known = ", ".join(sorted({*BUILT_IN, *plugins.names}))
+    raise StartError(f"--engine: there is no engine {name!r}; known are {known}.")

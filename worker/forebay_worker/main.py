@@ -1,0 +1,116 @@
+"""`forebay worker`: builds the engine, serves until it is told to stop, drains, says farewell.
+
+Exit codes: 0 after a clean stop, 1 when something fails. A StartError (no such engine or model) is
+left to the command line, which prints its one line.
+"""
+
+import asyncio
+import logging
+import signal
+
+from forebay_shared import keys
+from forebay_shared.bus import Publisher, Reader
+from forebay_shared.logs import configure_logging
+from forebay_shared.settings import WorkerSettings
+from forebay_shared.supervise import Supervisor, shielded
+from forebay_shared.telemetry import EngineMetrics
+from prometheus_client import CollectorRegistry
+
+from forebay_worker.beacon import Presence
+from forebay_worker.engines.base import Engine
+from forebay_worker.engines.registry import build
+from forebay_worker.service import Service
+
+log = logging.getLogger(__name__)
+
+FAREWELL_S = 1.0
+ENGINE_STOP_S = 5.0
+
+
+def run(settings: WorkerSettings) -> int:
+    """Runs one worker process; returns its exit code. Raises StartError before anything runs."""
+    configure_logging(settings.log_level, "worker")
+    engine = build(settings)
+    try:
+        asyncio.run(serve(settings, engine))
+    except Exception:
+        log.exception("the worker failed")
+        return 1
+    return 0
+
+
+async def serve(
+    settings: WorkerSettings, engine: Engine, *, stop: asyncio.Event | None = None
+) -> None:
+    """Serves until SIGTERM, SIGINT or `stop`, then drains. Raises what a failed task raised."""
+    stop = stop or _stop_on_signals()
+    worker = keys.incarnation()
+    registry = CollectorRegistry()
+    card = engine.card
+    metrics = EngineMetrics(
+        registry, model_name=card.name, engine=worker, max_model_len=card.max_model_len
+    )
+    metrics.cache_config(
+        block_size=settings.block_size,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+    )
+    publisher = Publisher(settings.redis_url)
+    service = Service(worker, engine, publisher)
+    presence = Presence(worker, engine, publisher, registry)
+    reader = Reader(settings.redis_url, [service.feed()])
+    async with Supervisor("worker") as tasks:
+        tasks.start("publisher", publisher.run())
+        engine.start(service.emit, metrics)
+        try:
+            tasks.start("reader", reader.run())
+            tasks.start("watch", service.watch())
+            tasks.start("beacon", presence.run())
+            log.info("worker %s serves %s", worker, card.name)
+            await _stopped(stop, tasks)
+            await _drain(settings.drain_timeout_s, service, presence)
+        finally:
+            await shielded(_leave(engine, service, presence), ENGINE_STOP_S + FAREWELL_S)
+    log.info("worker %s stopped", worker)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once, as by default."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def handle(number: signal.Signals) -> None:
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)
+    return stop
+
+
+async def _stopped(stop: asyncio.Event, tasks: Supervisor) -> None:
+    """Waits for the stop, or raises what ended a task."""
+    stopping = asyncio.create_task(stop.wait())
+    failing = asyncio.create_task(tasks.failure())
+    try:
+        await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            failing.result()
+    finally:
+        stopping.cancel()
+        failing.cancel()
+
+
+async def _drain(timeout_s: float, service: Service, presence: Presence) -> None:
+    presence.draining = True
+    presence.renew()
+    log.info("draining %d requests", service.open_requests)
+    if not await service.drained(timeout_s):
+        log.warning("gave up %d requests that still run", service.open_requests)
+
+
+async def _leave(engine: Engine, service: Service, presence: Presence) -> None:
+    """Ends the engine, sends what it still says, then the farewell."""
+    await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
+    await service.flushed(FAREWELL_S / 2)
+    await presence.farewell()

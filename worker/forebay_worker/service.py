@@ -1,0 +1,187 @@
+"""Between the bus and the engine: work in, one packed entry per gateway and step out.
+
+It drops duplicates, answers Accepted at once (the engine may be in a long step), keeps what it
+cannot send while Redis is away up to a bound, and aborts what nobody waits for any more. It knows
+neither how an engine works nor what a request means.
+"""
+
+import asyncio
+import logging
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+
+from forebay_shared import keys
+from forebay_shared.bus import Feed, Publisher
+from forebay_shared.errors import BusError
+from forebay_shared.lane import Lane
+from forebay_shared.link import Value
+from forebay_shared.merge import merge
+from forebay_shared.packets import REPLY, WORK
+from forebay_shared.wire import Accepted, Cancel, Done, Failed, Reply, Submit, Work
+
+from forebay_worker.engines.base import Engine
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 65_536
+"""Requests remembered so that a repeated Submit is known."""
+LANE_LIMIT = 65_536
+"""Replies kept for one gateway while Redis is away; beyond it, its requests are aborted."""
+GONE_S = keys.LEASE_MS / 1000
+_POLL_S = 0.05
+
+RequestKey = tuple[str, int]
+
+
+class Service:
+    """One worker incarnation's requests."""
+
+    def __init__(self, worker: str, engine: Engine, publisher: Publisher) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._publisher = publisher
+        self._loop = asyncio.get_running_loop()
+        self._lanes: dict[str, Lane[Reply]] = {}
+        self._open: defaultdict[str, dict[RequestKey, int]] = defaultdict(dict)
+        """Per gateway, the sequences of each request that have not ended."""
+        self._seen: OrderedDict[RequestKey, None] = OrderedDict()
+        self._gone_since: dict[str, float] = {}
+        self._emitted: deque[Sequence[tuple[str, Reply]]] = deque()
+        self._collecting = False
+
+    def feed(self) -> Feed[Work]:
+        """The work stream, for the worker's reader. What a lost stream held, gateways send again."""
+        return Feed(keys.work(self._worker), WORK, self.receive, owned=True, reset=lambda: None)
+
+    @property
+    def open_requests(self) -> int:
+        return sum(len(requests) for requests in self._open.values())
+
+    def receive(self, messages: Sequence[Work]) -> None:
+        """Takes the messages of one packet, in order."""
+        for message in messages:
+            if isinstance(message, Cancel):
+                self._engine.cancel(message.request_id, message.attempt, message.index)
+            else:
+                self._submit(message)
+
+    def emit(self, events: Sequence[tuple[str, Reply]]) -> None:
+        """Takes one step's events from the engine's thread. Steps that come faster share a packet."""
+        self._emitted.append(events)
+        if not self._collecting:
+            self._collecting = True
+            self._loop.call_soon_threadsafe(self._collect)
+
+    async def watch(self) -> None:
+        """Looks after the leases of the gateways that have requests here."""
+        while True:
+            for gateway in list(self._lanes):
+                if self._open[gateway]:
+                    self._check_lease(gateway)
+                elif self._lanes[gateway].idle:
+                    self._forget(gateway)
+            await asyncio.sleep(keys.RENEW_S)
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Waits until nothing is open and every reply is sent; False when the time runs out."""
+        return await self._until(lambda: not self.open_requests and self._flushed(), timeout_s)
+
+    async def flushed(self, timeout_s: float) -> bool:
+        """Waits until every reply is sent; False when the time runs out."""
+        return await self._until(self._flushed, timeout_s)
+
+    def _flushed(self) -> bool:
+        return not self._emitted and all(lane.idle for lane in self._lanes.values())
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        deadline = self._loop.time() + timeout_s
+        while not condition():
+            if self._loop.time() >= deadline:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    def _submit(self, submit: Submit) -> None:
+        key = (submit.request_id, submit.attempt)
+        if key in self._seen:
+            return
+        self._seen[key] = None
+        if len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        self._open[submit.gateway][key] = len(submit.starts)
+        self._lane(submit.gateway).send([Accepted(*key)])
+        self._engine.submit(submit)
+
+    def _collect(self) -> None:
+        """Packs what the engine has emitted, by gateway."""
+        self._collecting = False
+        packets: defaultdict[str, list[Reply]] = defaultdict(list)
+        while self._emitted:
+            for gateway, reply in self._emitted.popleft():
+                packets[gateway].append(reply)
+                if isinstance(reply, Done | Failed):
+                    self._ended(gateway, reply)
+        for gateway, replies in packets.items():
+            self._lane(gateway).send(replies)
+
+    def _ended(self, gateway: str, reply: Done | Failed) -> None:
+        requests = self._open[gateway]
+        key = (reply.request_id, reply.attempt)
+        left = requests.get(key, 0) - 1
+        if left > 0 and isinstance(reply, Done):
+            requests[key] = left
+        else:
+            requests.pop(key, None)
+
+    def _lane(self, gateway: str) -> Lane[Reply]:
+        lane = self._lanes.get(gateway)
+        if lane is None:
+
+            def undelivered(_: list[Reply], __: BusError | None) -> None:
+                self._overflowed(gateway)
+
+            lane = self._lanes[gateway] = Lane(
+                self._publisher,
+                keys.reply(gateway),
+                REPLY,
+                sender=self._worker,
+                maxlen=keys.REPLY_MAXLEN,
+                limit=LANE_LIMIT,
+                patience_s=math.inf,
+                undelivered=undelivered,
+                compact=merge,
+            )
+        return lane
+
+    def _overflowed(self, gateway: str) -> None:
+        """Too much waits for a gateway: its requests end here, and it is told so when it can be."""
+        requests = self._open.pop(gateway, {})
+        log.warning("aborted %d requests whose replies cannot be sent", len(requests))
+        self._engine.cancel_gateway(gateway)
+        message = "The worker could not send its answer."
+        self._lane(gateway).send(
+            [Failed(*key, code="worker_lost", message=message, retryable=True) for key in requests]
+        )
+
+    def _check_lease(self, gateway: str) -> None:
+        def answered(future: asyncio.Future[Value]) -> None:
+            if future.cancelled() or future.exception() is not None or future.result() == 1:
+                self._gone_since.pop(gateway, None)
+                return
+            since = self._gone_since.setdefault(gateway, self._loop.time())
+            if self._loop.time() - since > GONE_S:
+                self._gateway_lost(gateway)
+
+        self._publisher.call("EXISTS", keys.gateway_lease(gateway)).add_done_callback(answered)
+
+    def _gateway_lost(self, gateway: str) -> None:
+        log.warning("gateway %s is gone: aborted %d requests", gateway, len(self._open[gateway]))
+        self._engine.cancel_gateway(gateway)
+        self._forget(gateway)
+
+    def _forget(self, gateway: str) -> None:
+        self._gone_since.pop(gateway, None)
+        self._open.pop(gateway, None)
+        if (lane := self._lanes.pop(gateway, None)) is not None:
+            lane.close()
