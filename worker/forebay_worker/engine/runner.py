@@ -45,6 +45,11 @@ class Runner:
         )
         self._caches = [self._new_cache() for _ in range(self.config.num_layers)]
 
+    @property
+    def dtype(self) -> str:
+        """Of weights and activations: float32, bfloat16 or float16."""
+        return str(self._dtype).removeprefix("torch.")
+
     @torch.inference_mode()
     def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
         """One result per row, None where the row does not sample. Decode rows come first."""
@@ -72,8 +77,8 @@ class Runner:
             blocks, limit = int(ram * CPU_KV_MOST) // block_bytes, "half of this machine's memory"
         if blocks < least:
             raise ModelError(
-                f"One sequence of {self.max_model_len} tokens needs {least * block_bytes / GIB:.2f} "
-                f"GiB of KV cache, more than {limit}: lower --max-model-len."
+                f"One sequence of {self.max_model_len} tokens needs {least * block_bytes / GIB:.2f}"
+                f" GiB of KV cache, more than {limit}: lower --max-model-len."
             )
         if settings.kv_cache_memory_bytes:
             return blocks

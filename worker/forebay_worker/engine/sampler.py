@@ -31,7 +31,8 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
     A row with a NaN, or with no finite largest logit once masked, is corrupt.
     """
     tops, argmaxes = logits.max(dim=-1)
-    tokens, finite = argmaxes.tolist(), tops.isfinite().tolist()
+    tokens: list[int] = argmaxes.tolist()
+    finite: list[bool] = tops.isfinite().tolist()
     return [
         Sampled(0, corrupt=True)
         if not finite[row]
@@ -73,8 +74,10 @@ def _sample_row(logits: Tensor, sequence: SequenceState) -> Sampled:
 
 
 def _token_logprobs(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
-    values, ids = logprobs.topk(min(count, len(logprobs)))
-    top = list(zip(ids.tolist(), values.tolist(), strict=True))
+    best = logprobs.topk(min(count, len(logprobs)))
+    ids: list[int] = best.indices.tolist()
+    values: list[float] = best.values.tolist()
+    top = list(zip(ids, values, strict=True))
     return TokenLogprobs(logprob=float(logprobs[token]), top=top)
 
 

@@ -126,7 +126,7 @@ def _decode(q: Tensor, step: Step, cache: KvCache) -> Tensor:
 
 
 def _chunk(q: Tensor, block_table: Tensor, kv_len: int, cache: KvCache) -> Tensor:
-    """The last len(q) of one row's kv_len positions, [t, H, D]: each over those before and itself."""
+    """The last len(q) of one row's kv_len positions, [t, H, D], each over those up to itself."""
     block_size, kv_heads, head_dim = cache.keys.shape[1:]
     blocks = block_table[: -(-kv_len // block_size)]
     keys = cache.keys[blocks].view(-1, kv_heads, head_dim)[:kv_len]
