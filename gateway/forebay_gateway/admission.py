@@ -3,7 +3,7 @@
 It knows no teams and no other process; those limits live in Redis and come before this one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from forebay_shared.errors import OverloadedError
@@ -17,7 +17,7 @@ class Admission:
         self.open = 0
 
     @contextmanager
-    def admit(self) -> Iterator[None]:
+    def admit(self) -> Generator[None]:
         """Holds a place for one request.
 
         Raises OverloadedError when all places are taken.

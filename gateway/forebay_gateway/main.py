@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import uvicorn
 import uvloop
@@ -66,7 +67,7 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
         await server.serve(sockets=[listener])
 
 
-def server_config(app: object, settings: GatewaySettings) -> uvicorn.Config:
+def server_config(app: Callable[..., object], settings: GatewaySettings) -> uvicorn.Config:
     """uvicorn's settings: no lifespan, no WebSockets, no access log, no proxy headers."""
     return uvicorn.Config(
         app,

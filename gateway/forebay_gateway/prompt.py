@@ -8,7 +8,7 @@ may write control tokens. It knows no HTTP dialect and no bus; blobs come from w
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -18,9 +18,11 @@ from forebay_shared.models import ModelCard
 from tokenizers import Tokenizer
 
 from forebay_gateway.output import Vocabulary
-from forebay_gateway.template import ChatTemplate
+from forebay_gateway.template import ChatTemplate, Json
 
 T = TypeVar("T")
+Message = dict[str, Json]
+"""A message as templates read it."""
 
 INLINE_CHARS = 4_096
 """Longer texts go to the thread pool: the tokenizer takes up to 1 us a character on a busy core."""
@@ -38,7 +40,7 @@ class TemplateOptions(msgspec.Struct, frozen=True):
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    kwargs: dict[str, object] = {}
+    kwargs: dict[str, Json] = {}
 
 
 class Renderer:
@@ -57,7 +59,7 @@ class Renderer:
         longest_first = sorted(self.vocabulary.special_texts, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def chat(self, messages: Sequence[Mapping[str, object]], options: TemplateOptions) -> list[int]:
+    def chat(self, messages: Sequence[Message], options: TemplateOptions) -> list[int]:
         """The prompt of a conversation.
 
         Raises:
@@ -68,16 +70,13 @@ class Renderer:
             raise InvalidRequestError(
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
-        shielded, cut = self._shield(list(messages))
-        assert isinstance(shielded, list)
-        kwargs, cut_kwargs = self._shield(options.kwargs)
-        assert isinstance(kwargs, dict)
+        given = [self._shield(message) for message in messages]
         if options.continue_final_message:
-            shielded[-1] = shielded[-1] | {"content": f"{shielded[-1]['content']}{_CONTINUE}"}
+            given[-1] = given[-1] | {"content": f"{given[-1]['content']}{_CONTINUE}"}
         text = self._template.render(
-            shielded,
+            given,
             add_generation_prompt=options.add_generation_prompt,
-            kwargs=kwargs,
+            kwargs=self._shield(options.kwargs),
         )
         if options.continue_final_message:
             text, found, _ = text.rpartition(_CONTINUE)
@@ -86,7 +85,7 @@ class Renderer:
                     "The model's chat template cannot continue this message.", param="messages"
                 )
         self._check_length(text, "messages")
-        return self._encode_cut(text) if cut or cut_kwargs else self._encode(text)
+        return self._encode_cut(text) if _CUT in text else self._encode(text)
 
     def text(self, prompt: str) -> list[int]:
         """The ids of a raw prompt, special tokens included, with at most one BOS token."""
@@ -119,32 +118,29 @@ class Renderer:
         ids = self._encode("\n" + piece)
         return ids[len(newline) :] if ids[: len(newline)] == newline else self._encode(piece)
 
-    def _shield(self, value: object) -> tuple[object, bool]:
-        """The value with every special token's text cut in two, and whether there was any."""
-        found = False
+    def _shield(self, values: dict[str, Json]) -> dict[str, Json]:
+        """The values with every special token's text cut in two."""
+        return {name: self._cut(value) for name, value in values.items()}
 
-        def cut(match: re.Match[str]) -> str:
-            nonlocal found
-            found = True
-            text = match.group()
-            return f"{text[:1]}{_CUT}{text[1:]}"
-
-        def walk(part: object) -> object:
-            if isinstance(part, str):
-                return self._special.sub(cut, part)
-            if isinstance(part, dict):
-                return {key: walk(item) for key, item in part.items()}
-            if isinstance(part, list):
-                return [walk(item) for item in part]
-            return part
-
-        return walk(value), found
+    def _cut(self, value: Json) -> Json:
+        if isinstance(value, str):
+            return self._special.sub(_cut_in_two, value)
+        if isinstance(value, dict):
+            return self._shield(value)
+        if isinstance(value, list):
+            return [self._cut(item) for item in value]
+        return value
 
     def _check_length(self, text: str, param: str) -> None:
         """Refuses before tokenising what cannot fit, whatever its tokens are."""
         least = -(-len(text) // self.vocabulary.longest)
         if least >= self._max_model_len:
             raise context_length_error(f"at least {least}", self._max_model_len, param)
+
+
+def _cut_in_two(match: re.Match[str]) -> str:
+    text = match.group()
+    return f"{text[:1]}{_CUT}{text[1:]}"
 
 
 def context_length_error(tokens: int | str, limit: int, param: str) -> ContextLengthError:

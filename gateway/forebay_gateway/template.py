@@ -6,13 +6,16 @@ The template comes from the model's directory, never from a request. It knows no
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from forebay_shared.errors import InvalidRequestError
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""What a template may be given."""
 
 _MAX_REASON = 200
 
@@ -39,17 +42,16 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        self._template = environment.from_string(source)
+        helpers = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._template = environment.from_string(source, globals=helpers)
         self._tokens = dict(tokens)
 
     def render(
         self,
-        messages: Sequence[object],
+        messages: Sequence[Json],
         *,
         add_generation_prompt: bool,
-        kwargs: Mapping[str, object],
+        kwargs: Mapping[str, Json],
     ) -> str:
         """The prompt's text. Raises InvalidRequestError when the template refuses the messages."""
         try:

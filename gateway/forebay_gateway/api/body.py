@@ -13,8 +13,8 @@ async def read_json_body(
 ) -> bytes | bytearray:
     """The raw body.
 
-    Raises MediaTypeError, ClientGoneError and PayloadTooLargeError, the last before the body is read
-    when its length is declared.
+    Raises MediaTypeError, ClientGoneError and PayloadTooLargeError; a declared length is enough for
+    the last.
     """
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json":

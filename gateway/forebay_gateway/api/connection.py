@@ -1,7 +1,7 @@
 """Notices a client that leaves while its answer is being made. Knows no dialect."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from litestar.types import Receive
@@ -10,7 +10,7 @@ from forebay_gateway.api.errors import ClientGoneError
 
 
 @asynccontextmanager
-async def while_connected(receive: Receive) -> AsyncIterator[None]:
+async def while_connected(receive: Receive) -> AsyncGenerator[None]:
     """Runs its body until the client disconnects, which interrupts it and raises ClientGoneError.
 
     The body must have been read: whatever `receive` still gives is waited away. An asyncio.Timeout

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from forebay_shared.telemetry import GatewayMetrics
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
 from forebay_gateway.api.errors import ClientGoneError, Headers
@@ -100,7 +100,7 @@ class Edge:
 
     async def _admitted(
         self,
-        scope: Scope,
+        scope: HTTPScope,
         receive: Receive,
         send: Send,
         path: str,
@@ -142,10 +142,12 @@ class Edge:
         return extra
 
 
-def _as_routed(scope: Scope) -> Scope:
+def _as_routed(scope: HTTPScope) -> HTTPScope:
     """HEAD is answered as GET, whose body the server leaves out; doubled slashes count as one."""
-    path = scope["path"]
-    if scope["method"] != "HEAD" and "//" not in path:
+    if scope["method"] != "HEAD" and "//" not in scope["path"]:
         return scope
-    method = "GET" if scope["method"] == "HEAD" else scope["method"]
-    return {**scope, "method": method, "path": re.sub("/+", "/", path)}
+    routed = scope.copy()
+    routed["path"] = re.sub("/+", "/", scope["path"])
+    if scope["method"] == "HEAD":
+        routed["method"] = "GET"
+    return routed

@@ -4,7 +4,7 @@ Both end the work when the client leaves. It knows no request fields and no mode
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from forebay_shared.errors import OverloadedError
@@ -111,7 +111,7 @@ class StreamedAnswer:
 
 
 @contextmanager
-def _counted(gauge: Gauge) -> Iterator[None]:
+def _counted(gauge: Gauge) -> Generator[None]:
     gauge.inc()
     try:
         yield

@@ -1,6 +1,7 @@
 """From the jobs of one request to the text of its choices, as it comes.
 
-One request has one job per prompt and n choices per job; indexes run over prompts times n. It knows no JSON and no HTTP.
+One request has one job per prompt and n choices per job; indexes run over prompts times n.
+It knows no JSON and no HTTP.
 """
 
 import asyncio

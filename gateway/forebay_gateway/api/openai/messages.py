@@ -9,30 +9,33 @@ from collections.abc import Iterator
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
 
-from forebay_gateway.api.openai.schema import ContentPart, FunctionCall, Message, ToolCall
+from forebay_gateway.api.openai.schema import ContentPart, FunctionCall, ToolCall
+from forebay_gateway.api.openai.schema import Message as ClientMessage
+from forebay_gateway.prompt import Message
+from forebay_gateway.template import Json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def conversation(messages: list[Message]) -> list[dict[str, object]]:
+def conversation(messages: list[ClientMessage]) -> list[Message]:
     """Messages as a template reads them. Raises InvalidRequestError that names the message."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def text_size(messages: list[dict[str, object]]) -> int:
+def text_size(messages: list[Message]) -> int:
     """Characters of all contents: what decides whether rendering goes to a thread."""
     return sum(len(str(message["content"])) for message in messages)
 
 
-def _message(message: Message, at: str) -> dict[str, object]:
+def _message(message: ClientMessage, at: str) -> Message:
     role = message.role
     if role not in ROLES:
         raise InvalidRequestError(
             f"{at}.role must be one of {', '.join(ROLES)}.", param=f"{at}.role"
         )
     calls = bool(message.tool_calls) or message.function_call is not None
-    rendered: dict[str, object] = {
+    rendered: Message = {
         "role": "system" if role == "developer" else role,
         "content": _content(message, at, optional=role == "assistant" and calls),
     }
@@ -52,7 +55,7 @@ def _message(message: Message, at: str) -> dict[str, object]:
     return rendered
 
 
-def _content(message: Message, at: str, *, optional: bool) -> str:
+def _content(message: ClientMessage, at: str, *, optional: bool) -> str:
     content = message.content
     if isinstance(content, str):
         return content
@@ -81,19 +84,19 @@ def _part(part: ContentPart, at: str) -> str:
     return text
 
 
-def _tool_calls(message: Message) -> Iterator[dict[str, object]]:
+def _tool_calls(message: ClientMessage) -> Iterator[Message]:
     if message.function_call is not None:
         yield _tool_call(ToolCall(function=message.function_call))
     for call in message.tool_calls or ():
         yield _tool_call(call)
 
 
-def _tool_call(call: ToolCall) -> dict[str, object]:
-    function = {"name": call.function.name, "arguments": _arguments(call.function)}
+def _tool_call(call: ToolCall) -> Message:
+    function: Message = {"name": call.function.name, "arguments": _arguments(call.function)}
     return {"id": call.id or "", "type": "function", "function": function}
 
 
-def _arguments(function: FunctionCall) -> object:
+def _arguments(function: FunctionCall) -> Json:
     """Templates expect the arguments as an object; what is no JSON stays the text that it is."""
     text = function.arguments or "{}"
     try:

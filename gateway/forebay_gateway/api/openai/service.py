@@ -157,7 +157,7 @@ def _template_options(request: ChatRequest) -> TemplateOptions:
     return TemplateOptions(
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
-        kwargs=dict(kwargs),
+        kwargs={**kwargs},
     )
 
 
