@@ -1,0 +1,124 @@
+"""The engine's host time per step: all of a step but the model, with a runner that takes no time.
+
+    python benchmarks/engine_host.py [--running 32] [--steps 3000]
+
+A closed loop keeps `--running` sequences going: 128 to 512 tokens in, a third of them shared, 64 to
+192 out, in four teams. Prints median and p99 and appends them to results/engine_host.csv. The goal
+is 1 ms at 32 running sequences.
+"""
+
+import argparse
+import csv
+import gc
+import os
+import random
+import statistics
+from datetime import date
+from itertools import count
+from time import perf_counter
+
+from common import RESULTS, commit, machine
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.settings import WorkerSettings
+from forebay_shared.wire import Done, Submit, pack_ids
+from forebay_worker.engine.batch import Sampled, ScheduledRow
+from forebay_worker.engine.core import EngineCore
+from forebay_worker.engine.intake import Limits
+
+
+class InstantRunner:
+    """Answers at once; `spent_s` is the time that even that took."""
+
+    num_blocks, block_size, max_model_len, vocab_size = 16_384, 16, 4096, 50_000
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self._tokens = random.Random(1)
+
+    def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
+        began = perf_counter()
+        results = [
+            Sampled(self._tokens.randrange(2, 50_000)) if row.samples else None for row in rows
+        ]
+        self.spent_s += perf_counter() - began
+        return results
+
+
+class NoRecorder:
+    def step(self, **facts: float) -> None: ...
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def inter_token(self, seconds: float) -> None: ...
+
+    def finished(self, **facts: float | str) -> None: ...
+
+
+def measure(running: int, steps: int) -> list[float]:
+    """Host milliseconds of each step that had all `running` sequences in its batch."""
+    rng, names, runner = random.Random(0), count(), InstantRunner()
+    core = EngineCore(runner, Limits.of(runner), WorkerSettings(max_num_seqs=running), NoRecorder())
+    shared = [rng.randrange(50_000) for _ in range(128)]
+    times: list[float] = []
+    missing = running
+    while len(times) < steps:
+        submits = [_submit(next(names), shared, rng) for _ in range(missing)]
+        before, began = runner.spent_s, perf_counter()
+        for submit in submits:
+            core.submit(submit, began)
+        core.step()
+        core.load()
+        events = core.take_events()
+        elapsed = perf_counter() - began - (runner.spent_s - before)
+        if len(core.scheduler.running) + missing >= running:
+            times.append(elapsed * 1000)
+        missing = sum(isinstance(message, Done) for _, message in events)
+    return times
+
+
+def _submit(name: int, shared: list[int], rng: random.Random) -> Submit:
+    prompt = [rng.randrange(50_000) for _ in range(rng.randint(128, 384))]
+    return Submit(
+        request_id=f"request-{name}",
+        attempt=1,
+        gateway="gateway",
+        prompt=pack_ids(shared + prompt if name % 3 == 0 else prompt),
+        sampling=SamplingParams(max_tokens=rng.randint(64, 192)),
+        team=f"team-{name % 4}",
+        queue_timeout_ms=60_000,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--running", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=3000)
+    options = parser.parse_args()
+    gc.collect()
+    times = sorted(measure(options.running, options.steps))
+    row = {
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "machine": machine(),
+        "load": round(os.getloadavg()[0], 1),
+        "running": options.running,
+        "steps": options.steps,
+        "median_ms": round(statistics.median(times), 3),
+        "p99_ms": round(times[int(len(times) * 0.99)], 3),
+    }
+    print(", ".join(f"{name} {value}" for name, value in row.items()))
+    _append(row)
+
+
+def _append(row: dict[str, object]) -> None:
+    path = RESULTS / "engine_host.csv"
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()
