@@ -13,6 +13,7 @@ from forebay_shared.wire import SequenceStart, Submit, pack_ids
 from forebay_worker.engine.batch import Sampled, ScheduledRow
 from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.intake import Limits
+from forebay_worker.engine.sequence import Sequence as EngineSequence
 from forebay_worker.engine.sequence import mix
 
 EOS = 1
@@ -179,3 +180,20 @@ def run(core: EngineCore, *submits: Submit) -> list[object]:
     while not core.idle:
         core.step()
     return [message for _, message in core.take_events()]
+
+
+def make_sequence(tokens: list[int], **fields: object) -> EngineSequence:
+    """A bare sequence, for parts below the core."""
+    return EngineSequence(
+        request_id="r",
+        attempt=1,
+        gateway="gw",
+        index=0,
+        token_ids=list(tokens),
+        num_prompt=len(tokens),
+        sampling=SamplingParams(),
+        seed=0,
+        limit=10**6,
+        stop_ids=frozenset(),
+        **fields,
+    )
