@@ -4,8 +4,8 @@
 
 The app answers POST /v1/chat/completions as the gateway does: msgspec decodes the body, a plain
 answer is one JSON object, a stream is 32 small server-sent events, each sent by itself. Both
-servers run one process with one loop, and are measured in turns with the peers' load tool. No model and no
-Redis is involved. granian is no dependency of ours.
+servers run one process with one loop, and are measured in turns with the peers' load tool. No
+model and no Redis is involved. granian is no dependency of ours.
 """
 
 import argparse
