@@ -10,7 +10,6 @@ for its engine and leaves the other to its HTTP side; VLLM_CPU_OMP_THREADS_BIND=
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 
@@ -73,8 +72,8 @@ def _serve_vllm(options: argparse.Namespace, stack: contextlib.ExitStack) -> str
 def _measure(url: str, concurrency: int, count: int, turn: int) -> common.Figures:
     flags = f"--num-prompts {count} --max-concurrency {concurrency} --num-warmups {concurrency}"
     flags += f" --random-input-len {IN} --random-output-len {OUT} --ignore-eos --temperature 0"
-    # A seed of its own for each run: neither server may know a prompt from an earlier one.
-    flags += f" --seed {os.getpid() * 1000 + concurrency * 20 + turn} --model {MODEL}"
+    # A seed of its own for each round: neither server may know a prompt from an earlier one.
+    flags += f" --seed {concurrency * 1000 + turn} --model {MODEL}"
     found = common.bench_serve(url, *flags.split(), key=KEY)
     if found["failed"] or found["total_output_tokens"] != count * OUT:
         raise SystemExit(f"{url}: {found['failures']}, {found['total_output_tokens']} tokens")

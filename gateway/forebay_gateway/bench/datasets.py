@@ -50,7 +50,7 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_samples(options: DatasetOptions) -> list[Sample]:
     """Raises ValueError, with a line for the user, when the options make no dataset."""
-    rng = random.Random(options.seed)
+    rng = random.Random(f"{options.seed}/prompts")  # of an int it would take the absolute value
     makers = {
         "random": uniform,
         "lognormal": lognormal,
