@@ -7,11 +7,13 @@ fails when. `tests/system` runs the same contract against the real Redis and rea
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
+import httpx
 import uvloop
 from forebay_gateway.app import create_app
 from forebay_gateway.dispatch import Event, Job
@@ -79,6 +81,7 @@ class ScriptedGeneration:
         self._position = [0] * job.n
         self._open = set(range(job.n))
         self._started = False
+        self._cached = min(2, len(job.prompt))
 
     async def __aenter__(self) -> Self:
         self._backend.running[self.job.request_id] = self
@@ -99,7 +102,7 @@ class ScriptedGeneration:
         events: list[Event] = []
         if not self._started:
             self._started = True
-            events += [Started(request_id, 1, index, 2, 0.0) for index in sorted(self._open)]
+            events += [Started(request_id, 1, index, self._cached, 0.0) for index in sorted(self._open)]
         for index in sorted(self._open):
             events += await self._step(index)
         return events
@@ -121,7 +124,7 @@ class ScriptedGeneration:
         if at >= min(len(play.token_ids), limit) and play.error is None and play.hang_after is None:
             self._open.discard(index)
             cut = at >= limit
-            usage = Usage(len(self.job.prompt), 2, at if cut else at + 1)
+            usage = Usage(len(self.job.prompt), self._cached, at if cut else at + 1)
             events.append(
                 Done(request_id, 1, index, "length" if cut else "stop", None if cut else 2, usage)
             )
@@ -148,6 +151,7 @@ class ScriptedBackend:
     cancelled: list[str] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     stopped: int = 0
+    generation_defaults: dict[str, float] = field(default_factory=dict)
     capabilities: frozenset[str] = frozenset(
         {CAP_GENERATE, CAP_LOGPROBS, CAP_PENALTIES, CAP_LOGIT_BIAS}
     )
@@ -172,6 +176,7 @@ class ScriptedBackend:
             eos_token_ids=(2,),
             chat_template=content_hash(self.template.encode()),
             capabilities=self.capabilities,
+            generation_defaults=dict(self.generation_defaults),
         )
 
     roster = property(lambda self: self)
@@ -201,7 +206,7 @@ class ScriptedBackend:
 
 
 @contextmanager
-def serving(backend: ScriptedBackend, settings: GatewaySettings) -> Iterator[str]:
+def serving(backend: ScriptedBackend, settings: GatewaySettings) -> Generator[str]:
     """A real uvicorn server on loopback, in a thread of its own; yields its base URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -228,3 +233,52 @@ def serving(backend: ScriptedBackend, settings: GatewaySettings) -> Iterator[str
         assert server is not None
         server.should_exit = True
         thread.join()
+
+
+@dataclass
+class Api:
+    """A running gateway under test, with a client for it."""
+
+    url: str
+    backend: ScriptedBackend
+    http: httpx.Client
+
+    def chat(self, **fields: object) -> httpx.Response:
+        """POSTs a chat request with one short user message; `fields` override."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def complete(self, **fields: object) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **fields})
+
+    def reset(self) -> None:
+        """Back to the plain script, books empty."""
+        fresh = self.backend
+        fresh.script = lambda job, index: Play(fresh.answer)
+        fresh.ready = True
+        fresh.stopped = 0
+        fresh.cancelled.clear()
+        fresh.jobs.clear()
+
+
+@contextmanager
+def running_api(
+    backend: ScriptedBackend | None = None, settings: GatewaySettings | None = None
+) -> Generator[Api]:
+    """A gateway with a scripted backend, and a client that sends its first key."""
+    backend = backend or ScriptedBackend()
+    settings = settings or GatewaySettings()
+    headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
+    with (
+        serving(backend, settings) as url,
+        httpx.Client(base_url=url, headers=headers, timeout=20) as http,
+    ):
+        yield Api(url, backend, http)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Waits for a condition, not for time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain: {what}"
+        time.sleep(0.005)

@@ -5,6 +5,7 @@ from forebay_shared.models import ModelCard
 from litestar import Request, get, post
 from litestar.datastructures import State
 from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
 from litestar.types import ASGIApp
 
 from forebay_gateway.api.body import read_json_body
@@ -55,7 +56,7 @@ def model_routes(roster: Models) -> list[HTTPRouteHandler]:
         return Answer(msgspec.json.encode(ModelList(entries)))
 
     @get("/v1/models/{name:path}")
-    async def model(name: str) -> ASGIApp:
+    async def model(name: FromPath[str]) -> ASGIApp:
         # Litestar gives a path parameter its leading slash; a model's name may hold slashes itself.
         name = name.removeprefix("/")
         return Answer(msgspec.json.encode(_entry(roster.find(name), name)))

@@ -1,0 +1,191 @@
+"""Messages to token ids: equal to transformers, and closed to control tokens in clients' texts."""
+
+import asyncio
+import threading
+
+import pytest
+from forebay_gateway.prompt import INLINE_CHARS, Renderer, Renderers, TemplateOptions
+from forebay_shared.errors import ContextLengthError, InvalidRequestError
+from forebay_shared.models import ModelCard
+from gateway_fakes import SPECIALS, TEMPLATE, ScriptedBackend, byte_level_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+
+TOKENIZER = byte_level_tokenizer()
+BOS, START, END = (TOKENIZER.token_to_id(text) for text in SPECIALS)
+
+TEMPLATES = {
+    "chatml": TEMPLATE,
+    "bos and trim": (
+        "{{ bos_token }}{%- for message in messages %}\n"
+        "  {%- if message.role == 'system' and loop.first %}\n"
+        "[S]{{ message.content | trim }}[/S]\n"
+        "    {%- continue %}\n"
+        "  {%- endif %}\n"
+        "[{{ message.role }}]{{ message.content | trim }}{{ eos_token }}\n"
+        "{%- endfor %}\n"
+        "{%- if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+    "json and namespace": (
+        "{% set ns = namespace(count=0) %}{% for m in messages %}{% set ns.count = ns.count + 1 %}"
+        "{{ m | tojson }}{% generation %}{{ m.content[::-1] }}{% endgeneration %}"
+        "{% endfor %}{{ ns.count }}{{ {'é': '<&>'} | tojson(indent=2) }}"
+    ),
+}
+
+
+def renderer(
+    template: str | None = TEMPLATE, tokenizer: Tokenizer = TOKENIZER, max_model_len: int = 4096
+) -> Renderer:
+    card = ModelCard(
+        names=("m",),
+        revision="r",
+        family="llama",
+        engine="echo",
+        tokenizer="t",
+        vocab_size=tokenizer.get_vocab_size(),
+        max_model_len=max_model_len,
+        block_size=16,
+        created=1,
+        bos_token_id=BOS,
+        template_tokens={"bos_token": SPECIALS[0], "eos_token": SPECIALS[2]},
+    )
+    return Renderer(card, tokenizer.to_str().encode(), template and template.encode())
+
+
+RENDERERS = {name: renderer(template) for name, template in TEMPLATES.items()}
+REFERENCES = {
+    name: PreTrainedTokenizerFast(
+        tokenizer_object=TOKENIZER,
+        chat_template=template,
+        bos_token=SPECIALS[0],
+        eos_token=SPECIALS[2],
+    )
+    for name, template in TEMPLATES.items()
+}
+CONTENT = st.text(
+    st.one_of(st.sampled_from(" ab\n<|é你😀"), st.characters(exclude_categories=["Cs"])),
+    max_size=30,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": CONTENT}
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(messages=MESSAGES, add=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_ids_equal_transformers(name: str, messages: list[dict[str, str]], add: bool) -> None:
+    ours = RENDERERS[name].chat(messages, TemplateOptions(add_generation_prompt=add))
+    theirs = REFERENCES[name].apply_chat_template(
+        messages, add_generation_prompt=add, tokenize=True, return_dict=False
+    )
+    assert ours == theirs
+
+
+@given(parts=st.lists(st.one_of(st.sampled_from(SPECIALS), CONTENT), min_size=1, max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_special_tokens_in_a_clients_text_are_plain_text(parts: list[str]) -> None:
+    text = "".join(parts)
+    ids = RENDERERS["chatml"].chat([{"role": "user", "content": text}], TemplateOptions())
+    assert [i for i in ids if i in (BOS, START, END)] == [START, END, START]
+    rendered = f"{SPECIALS[1]}user\n{text}{SPECIALS[2]}\n{SPECIALS[1]}assistant\n"
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == rendered
+
+
+def test_special_tokens_are_plain_text_in_every_string_of_a_message() -> None:
+    template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ note }}"
+    call = {"function": {"name": f"f{SPECIALS[1]}", "arguments": {"a": [SPECIALS[2]]}}}
+    message = {"role": "user", "name": SPECIALS[1], "content": "x", "tool_calls": [call]}
+    ids = renderer(template).chat([message], TemplateOptions(kwargs={"note": SPECIALS[2]}))
+    assert not {BOS, START, END} & set(ids)
+
+
+def test_the_last_message_is_continued_exactly_after_its_text() -> None:
+    messages = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "The answer is "},
+    ]
+    options = TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+    ids = RENDERERS["chatml"].chat(messages, options)
+    text = TOKENIZER.decode(ids, skip_special_tokens=False)
+    assert text.endswith(f"{SPECIALS[1]}assistant\nThe answer is ")
+
+
+def test_a_raw_prompt_has_one_bos_token_at_most() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIALS[0]} $A", special_tokens=[(SPECIALS[0], BOS)]
+    )
+    ours = renderer(tokenizer=tokenizer)
+    assert ours.text("hi") == ours.text(f"{SPECIALS[0]}hi")
+    assert ours.text("hi").count(BOS) == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('Roles must alternate') }}",
+        "{{ messages.x.y.z }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages[0].content + 1 }}",
+    ],
+)
+def test_a_template_that_fails_is_the_requests_error(template: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        renderer(template).chat([{"role": "user", "content": "x"}], TemplateOptions())
+
+
+def test_a_refusing_template_tells_why() -> None:
+    with pytest.raises(InvalidRequestError, match="Roles must alternate"):
+        renderer("{{ raise_exception('Roles must alternate') }}").chat(
+            [{"role": "user", "content": "x"}], TemplateOptions()
+        )
+
+
+def test_a_model_without_a_template_says_where_to_go() -> None:
+    with pytest.raises(InvalidRequestError, match="/v1/completions"):
+        renderer(None).chat([{"role": "user", "content": "x"}], TemplateOptions())
+
+
+def test_a_hopelessly_long_text_is_refused_without_tokenising() -> None:
+    ours = renderer(max_model_len=16)
+    text = "x" * (16 * ours.vocabulary.longest)
+    with pytest.raises(ContextLengthError, match=r"length is 16 tokens.*at least 16 tokens"):
+        ours.text(text)
+    with pytest.raises(ContextLengthError):
+        ours.chat([{"role": "user", "content": text}], TemplateOptions())
+
+
+async def test_large_work_leaves_the_event_loop_and_small_work_stays() -> None:
+    renderers = Renderers(ScriptedBackend().blob)
+    here = threading.get_ident()
+    assert await renderers.run(threading.get_ident, INLINE_CHARS) == here
+    assert await renderers.run(threading.get_ident, INLINE_CHARS + 1) != here
+    renderers.close()
+
+
+async def test_a_renderer_is_loaded_once_for_all_who_wait() -> None:
+    backend = ScriptedBackend()
+    fetched: list[str] = []
+
+    async def blob(sha256: str) -> bytes:
+        fetched.append(sha256)
+        await asyncio.sleep(0)
+        return await backend.blob(sha256)
+
+    renderers = Renderers(blob)
+    found = await asyncio.gather(*[renderers.get(backend.card) for _ in range(5)])
+    assert len(set(map(id, found))) == 1
+    assert len(fetched) == 2
+    renderers.close()
