@@ -56,9 +56,11 @@ class FakeRunner:
         bad = row.samples and sequence.request_id in self.corrupt
         end = sequence.num_computed + row.num_new
         for position in range(sequence.num_computed, end):
+            if bad:
+                self.kv[slots[position]] = NAN
+                continue
             before = self._read(slots[position - 1]) if position else 0
-            kv = NAN if bad else _kv(before, sequence.token_ids[position], position)
-            self.kv[slots[position]] = kv
+            self.kv[slots[position]] = _kv(before, sequence.token_ids[position], position)
         if not row.samples:
             return None
         assert end == len(sequence.token_ids)

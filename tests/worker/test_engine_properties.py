@@ -3,7 +3,9 @@
 from collections import defaultdict
 from time import monotonic
 
+import pytest
 from engine_fakes import EOS, FakeRunner, expected, make_core, make_submit
+from forebay_shared.blocks import chain
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import Accepted, Delta, Done, Failed, Started
 from forebay_worker.engine.intake import Limits
@@ -38,10 +40,22 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 24),
         caching=st.booleans(),
+        hash_bytes=st.sampled_from([0, 8, 8]),
     )
     def build(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        caching: bool,
+        hash_bytes: int,
     ) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(
+            "forebay_worker.engine.block_manager.chain",
+            lambda *args: (digest[:hash_bytes] for digest in chain(*args)),
+        )
         self.runner = FakeRunner(num_blocks, block_size, max_model_len=48)
         self.core = make_core(
             self.runner,
@@ -56,7 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.started: set[tuple[str, int]] = set()
         self.ends: dict[tuple[str, int], list[Done | Failed]] = defaultdict(list)
         self.cancelled: set[str] = set()
-        self.may_fail = False
+        self.broken: set[str] = set()
 
     @rule(
         prompt=prompts,
@@ -127,17 +141,22 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.core.idle)
     @rule()
     def break_one_step(self) -> None:
-        self.may_fail = True
         self.runner.failures = 1
         self.core.step()
-        self.runner.failures = 0
+        assert self.runner.failures == 0
+        self.broken.update(row.sequence.request_id for row in self.runner.batches[-1])
         self.read()
 
     @rule(steps=st.integers(1, 12))
     def work(self, steps: int) -> None:
         for _ in range(steps):
-            self.core.step()
+            self.step()
         self.read()
+
+    def step(self) -> None:
+        before, idle = len(self.runner.batches), self.core.idle
+        self.core.step()
+        assert len(self.runner.batches) == before + (not idle), "a step without progress"
 
     def read(self) -> None:
         for _, message in self.core.take_events():
@@ -165,7 +184,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(self.submits[failed.request_id][0]) >= self.limits.max_model_len
         else:
             assert failed.code == "engine_error"
-            assert self.may_fail or failed.request_id in self.runner.corrupt
+            assert failed.request_id in self.runner.corrupt | self.broken
         for key in self.tokens:
             if key[0] == failed.request_id and not self.ends[key]:
                 self.ends[key].append(failed)
@@ -176,13 +195,16 @@ class EngineMachine(RuleBasedStateMachine):
             self.core.blocks.check_integrity(self.core.scheduler.running)
 
     def teardown(self) -> None:
-        if not hasattr(self, "core"):
-            return
+        if hasattr(self, "core"):
+            self.patch.undo()
+            self.drain()
+
+    def drain(self) -> None:
         left = 40 * (sum(len(prompt) + 16 for prompt, _, _ in self.submits.values()) + 10)
         while not self.core.idle:
             left -= 1
             assert left > 0, "the engine runs in circles"
-            self.core.step()
+            self.step()
             self.core.blocks.check_integrity(self.core.scheduler.running)
         self.read()
         assert self.core.blocks.num_free == self.runner.num_blocks
