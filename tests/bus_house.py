@@ -1,4 +1,6 @@
-"""What the tests of the bus share: real echo workers as processes, jobs, and answers put together."""
+"""What the tests of the bus share: real echo workers as processes, jobs, and answers put
+together.
+"""
 
 import signal
 import subprocess
@@ -94,13 +96,16 @@ def expected(prompt: Sequence[int], tokens: int, index: int = 0) -> list[int]:
     return [prompt[(position + index) % len(prompt)] for position in range(tokens)]
 
 
-async def answer(generation: Generation, until: int | None = None) -> Answer:
-    """Collects the events; stops early once `until` tokens are there."""
-    collected = Answer()
-    while events := await generation.events():
-        collected.take(events)
-        if until is not None and collected.count >= until:
+async def answer(
+    generation: Generation, until: int | None = None, so_far: Answer | None = None
+) -> Answer:
+    """Collects the events, after `so_far`; stops early once `until` tokens are there."""
+    collected = so_far or Answer()
+    while until is None or collected.count < until:
+        events = await generation.events()
+        if not events:
             break
+        collected.take(events)
     return collected
 
 

@@ -91,19 +91,19 @@ def _server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="session")
-def _session_redis() -> Iterator[RedisServer]:
+def session_redis() -> Iterator[RedisServer]:
     with _server() as server:
         yield server
 
 
 @pytest.fixture
-def redis_url(_session_redis: RedisServer) -> Iterator[str]:
+def redis_url(session_redis: RedisServer) -> Iterator[str]:
     """URL of the session's Redis, empty. The test must leave only keys that vanish by
     themselves.
     """
-    client = _session_redis.client
+    client = session_redis.client
     client.flushall()
-    yield _session_redis.url
+    yield session_redis.url
     leaked = [key for key in client.scan_iter() if client.ttl(key) == -1]
     client.flushall()
     assert not leaked, f"keys without a TTL were left: {leaked}"

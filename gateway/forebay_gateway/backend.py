@@ -36,6 +36,8 @@ class Backend:
         self.reader = Reader(
             settings.redis_url, [self.inbox.feed(self.gateway), self.roster.feed()]
         )
+        self._reconnects = 0
+        self._bad_messages = 0
         self.dispatcher = Dispatcher(
             self.gateway,
             self.publisher,
@@ -82,13 +84,21 @@ class Backend:
             self.dispatcher.check(self.reader)
             if now >= renew_at:
                 renew_at = now + keys.RENEW_S
+                self._count()
                 self._renew()
             due = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
 
+    def _count(self) -> None:
+        """Brings the counters in line with what reader and publisher have counted since."""
+        self.telemetry.inbox_tokens.set(self.inbox.tokens)
+        reconnects = self.reader.reconnects + self.publisher.reconnects
+        self.telemetry.reconnects.inc(reconnects - self._reconnects)
+        self.telemetry.dropped("bad", self.reader.bad_messages - self._bad_messages)
+        self._reconnects, self._bad_messages = reconnects, self.reader.bad_messages
+
     def _renew(self) -> None:
         call = self.publisher.call
-        self.telemetry.inbox_tokens.set(self.inbox.tokens)
         call("SET", keys.gateway_lease(self.gateway), "1", "PX", keys.LEASE_MS)
         call("SADD", keys.gateways(), self.gateway)
         call("PEXPIRE", keys.gateways(), keys.STREAM_TTL_MS)

@@ -73,6 +73,7 @@ class Placement:
     attempt: int
     box: Box
     timer: asyncio.TimerHandle
+    accepted: bool = False
     over: bool = False
 
 
@@ -114,6 +115,9 @@ class Generation:
             placement = self.placement or await self._place()
             box = placement.box
             events = self._ledger.fold(box.take())
+            if self._ledger.accepted and not placement.accepted:
+                placement.accepted = True
+                self._dispatcher.accepted(self.job.request_id, placement)
             if not self._ledger.open:
                 placement.over = True
                 self._leave()
@@ -278,6 +282,12 @@ class Dispatcher:
         message = Cancel(request_id=request_id, attempt=placement.attempt, index=index)
         self._lane(placement.worker).send([message])
 
+    def accepted(self, request_id: str, placement: Placement) -> None:
+        """The worker holds the request: no more waiting for that, and its next report has it."""
+        placement.timer.cancel()
+        if (worker := self._roster.get(placement.worker)) is not None:
+            worker.settle(request_id)
+
     def leave(self, request_id: str, placement: Placement) -> None:
         """Closes an attempt; cancels it unless it is over."""
         placement.timer.cancel()
@@ -288,7 +298,13 @@ class Dispatcher:
             self.cancel(request_id, placement)
 
     def check(self, reader: Reader) -> None:
-        """Ends what waits for a Redis that stays away. Call it a few times per second."""
+        """Ends what waits for a Redis that stays away, and forgets the lanes of lost workers.
+
+        Call it a few times per second.
+        """
+        for name in self._lanes.keys() - set(self._roster.workers):
+            if self._lanes[name].idle:
+                del self._lanes[name]
         now = asyncio.get_running_loop().time()
         if reader.connected:
             self._away_since = None

@@ -49,15 +49,17 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Cancels the tasks one by one, newest first, each within the stop time."""
-        while self._tasks:
-            task = self._tasks[-1]
-            task.cancel()
-            _, pending = await asyncio.wait({task}, timeout=self._stop_timeout_s)
-            if pending:
-                log.error("task %s did not stop in time", task.get_name())
-            if task in self._tasks:
-                self._tasks.remove(task)
-        self._failed.cancel()
+        try:
+            while self._tasks:
+                task = self._tasks.pop()
+                task.cancel()
+                _, pending = await asyncio.wait({task}, timeout=self._stop_timeout_s)
+                if pending:
+                    log.error("task %s did not stop in time", task.get_name())
+        finally:  # who is cancelled while stopping still leaves no task behind
+            for task in self._tasks:
+                task.cancel()
+            self._failed.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task in self._tasks:

@@ -31,7 +31,7 @@ class House:
 
     def send(self, name: str) -> asyncio.Future[object]:
         packet = REPLY.encode("w1", [Accepted(name, 1)])
-        return self.publisher.publish(STREAM, packet, keys.REPLY_MAXLEN)  # type: ignore[return-value]
+        return self.publisher.publish(STREAM, packet, keys.REPLY_MAXLEN)
 
     def _take(self, replies: list[Reply]) -> None:
         self.seen.extend(reply.request_id for reply in replies)
@@ -52,7 +52,7 @@ async def house(url: str) -> AsyncIterator[House]:
 
 
 async def test_what_is_published_is_read_in_order_and_trimmed(
-    redis_url: str, _session_redis: RedisServer, wait_until: WaitUntil
+    redis_url: str, session_redis: RedisServer, wait_until: WaitUntil
 ) -> None:
     async with house(redis_url) as one:
         await wait_until(lambda: one.reader.connected)
@@ -61,8 +61,8 @@ async def test_what_is_published_is_read_in_order_and_trimmed(
             one.send(name)
         await wait_until(lambda: len(one.seen) == len(names))
         assert one.seen == names
-        await wait_until(lambda: _session_redis.client.xlen(STREAM) == 0)
-        assert 0 < _session_redis.client.pttl(STREAM) <= keys.STREAM_TTL_MS
+        await wait_until(lambda: session_redis.client.xlen(STREAM) == 0)
+        assert 0 < session_redis.client.pttl(STREAM) <= keys.STREAM_TTL_MS
 
 
 async def test_ten_thousand_random_cancels_never_cross_replies(redis_url: str) -> None:
@@ -91,14 +91,14 @@ async def test_ten_thousand_random_cancels_never_cross_replies(redis_url: str) -
 
 
 async def test_a_publish_to_a_stream_that_nobody_owns_makes_no_key(
-    redis_url: str, _session_redis: RedisServer
+    redis_url: str, session_redis: RedisServer
 ) -> None:
     publisher = Publisher(redis_url)
     async with Supervisor("test") as tasks:
         tasks.start("publisher", publisher.run())
         packet = REPLY.encode("w1", [])
         assert await publisher.publish(STREAM, packet, keys.REPLY_MAXLEN) is None
-        assert _session_redis.client.exists(STREAM) == 0
+        assert session_redis.client.exists(STREAM) == 0
 
 
 async def test_the_reader_resumes_after_a_restart_with_its_data(
@@ -171,7 +171,7 @@ async def test_poison_is_counted_and_never_stops_the_reader(
             {"p": REPLY.encode("w1", []) + b"tail"},
         ]
         for fields in poison:
-            client.xadd(STREAM, fields)  # type: ignore[arg-type]
+            client.xadd(STREAM, fields)
         await one.send("after")
         await wait_until(lambda: one.seen == ["after"])
         assert one.reader.bad_messages == len(poison)
@@ -191,7 +191,7 @@ async def test_a_lost_redis_is_asked_less_than_five_times_a_second(
         async def counted(*arguments: object) -> object:
             nonlocal attempts
             attempts += 1
-            return await run(*arguments)  # type: ignore[arg-type]
+            return await run(*arguments)
 
         monkeypatch.setattr(link, "run", counted)
         started = asyncio.get_running_loop().time()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from forebay_shared import keys
 from forebay_shared.bus import Feed, Publisher
-from forebay_shared.errors import BusError
+from forebay_shared.errors import BusError, EngineError
 from forebay_shared.lane import Lane
 from forebay_shared.link import Value
 from forebay_shared.merge import merge
@@ -29,6 +29,8 @@ REMEMBERED = 65_536
 LANE_LIMIT = 65_536
 """Replies kept for one gateway while Redis is away; beyond it, its requests are aborted."""
 GONE_S = keys.LEASE_MS / 1000
+HUNG_STEP_S = 120.0
+"""An engine whose thread has not come round for this long hangs."""
 _POLL_S = 0.05
 
 RequestKey = tuple[str, int]
@@ -78,8 +80,14 @@ class Service:
             self._loop.call_soon_threadsafe(self._collect)
 
     async def watch(self) -> None:
-        """Looks after the leases of the gateways that have requests here."""
+        """Looks after the engine and the leases of the gateways that have requests here.
+
+        Raises EngineError when the engine has given up or hangs: the process must end then, so that
+        its requests go elsewhere and somebody starts it again.
+        """
         while True:
+            if not self._engine.healthy or self._engine.load().step_age_s > HUNG_STEP_S:
+                raise EngineError("The engine has stopped.")
             for gateway in list(self._lanes):
                 if self._open[gateway]:
                     self._check_lease(gateway)

@@ -25,6 +25,11 @@ class Engine(Protocol):
         """Content by hash, uncompressed: the tokenizer.json and chat template that `card` names."""
         ...
 
+    @property
+    def healthy(self) -> bool:
+        """False once the engine's thread has given up; the process should end then."""
+        ...
+
     def start(self, emit: Emit, recorder: Recorder) -> None:
         """Loads what is not loaded yet and starts the engine's thread."""
         ...

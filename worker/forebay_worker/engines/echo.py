@@ -120,6 +120,11 @@ class EchoEngine:
         contents = (self._tokenizer, CHAT_TEMPLATE.encode())
         return {content_hash(content): content for content in contents}
 
+    @property
+    def healthy(self) -> bool:
+        """The engine's thread runs, or has not been started or was stopped."""
+        return self._thread is None or self._stopping or self._thread.is_alive()
+
     def start(self, emit: Emit, recorder: Recorder) -> None:
         self._emit = emit
         self._recorder = recorder

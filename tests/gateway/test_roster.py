@@ -1,0 +1,178 @@
+"""The roster on a real Redis: workers join, lapse, say farewell, and outlive an outage."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from bus_house import job, run_job, workers
+from conftest import RedisServer, WaitUntil
+from forebay_gateway.backend import Backend, connect
+from forebay_gateway.roster import LEASE_S, Roster
+from forebay_shared import keys
+from forebay_shared.bus import Publisher, Reader
+from forebay_shared.errors import ModelNotFoundError, NoWorkerError
+from forebay_shared.settings import GatewaySettings, Secret
+from forebay_shared.supervise import Supervisor
+from forebay_shared.telemetry import GatewayMetrics
+from forebay_shared.wire import Beacon, Farewell, Load
+from prometheus_client import CollectorRegistry
+
+
+@asynccontextmanager
+async def backend(url: str) -> AsyncIterator[Backend]:
+    async with connect(GatewaySettings(redis_url=Secret(url))) as one:
+        yield one
+
+
+async def test_a_worker_joins_and_its_farewell_takes_it_out_at_once(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    async with backend(redis_url) as one:
+        with pytest.raises(NoWorkerError):
+            one.roster.find("echo")
+        with workers(redis_url, 1) as running:
+            await wait_until(lambda: one.roster.ready)
+            card = one.roster.find("echo")
+            assert one.roster.cards() == [card]
+            tokenizer = await one.store.blob(card.tokenizer)
+            assert b'"ByteLevel"' in tokenizer
+            with pytest.raises(ModelNotFoundError):
+                one.roster.find("another")
+            loop = asyncio.get_running_loop()
+            running[0].send(signal.SIGTERM)
+            await asyncio.to_thread(running[0].process.wait)
+            stopped = loop.time()
+            await wait_until(lambda: not one.roster.ready)
+            assert loop.time() - stopped < LEASE_S / 2
+            assert running[0].process.returncode == 0
+            assert one.roster.find("echo") == card
+
+
+async def test_a_gateway_that_joins_knows_the_members_before_their_next_beacon(
+    redis_url: str, wait_until: WaitUntil, session_redis: RedisServer
+) -> None:
+    with workers(redis_url, 1):
+        await wait_until(lambda: session_redis.client.hlen(keys.members()) == 1)
+        session_redis.client.hset(keys.members(), "dead", b"no beacon")
+        async with backend(redis_url) as one:
+            await wait_until(lambda: one.roster.ready, 0.9)
+            assert "dead" not in one.roster.workers
+
+
+async def test_a_silent_worker_lapses_and_a_zombie_joins_again(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    async with backend(redis_url) as one:
+        lost: list[str] = []
+        one.roster.on_lost(lost.append)
+        with workers(redis_url, 1) as running:
+            await wait_until(lambda: one.roster.ready)
+            (name,) = one.roster.workers
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            running[0].send(signal.SIGSTOP)
+            await wait_until(lambda: lost == [name])
+            assert LEASE_S - keys.RENEW_S - 0.5 < loop.time() - started < LEASE_S + 2
+            running[0].send(signal.SIGCONT)
+            await wait_until(lambda: one.roster.workers == [name])
+
+
+async def test_an_outage_of_redis_costs_no_worker_its_lease(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    async with backend(redis_server.url) as one:
+        lost: list[str] = []
+        one.roster.on_lost(lost.append)
+        with workers(redis_server.url, 2):
+            await wait_until(lambda: len(one.roster.workers) == 2)
+            redis_server.kill()
+            loop = asyncio.get_running_loop()
+            away = loop.time() + LEASE_S + 1
+            await wait_until(lambda: loop.time() > away)
+            redis_server.forget()
+            redis_server.start()
+            await wait_until(lambda: one.connected)
+            back = loop.time()
+            answer = await run_job(one, job(one, tokens=3))
+            assert answer.count == 3
+            await wait_until(lambda: loop.time() > back + LEASE_S + 1)
+            assert lost == []
+
+
+async def test_a_full_outage_brings_back_cards_and_blobs(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    with workers(redis_server.url, 1):
+        async with backend(redis_server.url) as one:
+            await wait_until(lambda: one.roster.ready)
+        redis_server.client.flushall()
+        async with backend(redis_server.url) as one:
+            await wait_until(lambda: one.roster.ready)
+            assert await one.store.blob(one.roster.find("echo").tokenizer)
+
+
+@pytest.fixture
+async def quiet_roster(redis_url: str) -> AsyncIterator[Roster]:
+    """A roster that hears only what the test tells it, with a card to fetch."""
+    publisher = Publisher(redis_url)
+    async with Supervisor("test") as tasks:
+        tasks.start("publisher", publisher.run())
+        yield Roster(publisher, GatewayMetrics(CollectorRegistry()))
+
+
+def _beacon(load: Load, *, draining: bool = False) -> Beacon:
+    return Beacon(worker="w1", card="unknown", load=load, draining=draining)
+
+
+async def test_a_worker_without_a_readable_card_gets_nothing(quiet_roster: Roster) -> None:
+    quiet_roster.receive([_beacon(Load())])
+    assert quiet_roster.workers == ["w1"]
+    assert not quiet_roster.ready
+    quiet_roster.receive([Farewell(worker="w1"), Farewell(worker="never seen")])
+    assert quiet_roster.workers == []
+
+
+async def test_what_was_just_placed_counts_until_a_report_includes_it(
+    quiet_roster: Roster,
+) -> None:
+    quiet_roster.receive([_beacon(Load(running=2, waiting=1, waiting_tokens=50))])
+    worker = quiet_roster.get("w1")
+    assert worker is not None
+    worker.place("r1", 100)
+    worker.place("r2", 10)
+    assert (worker.queued_tokens, worker.busy) == (160, 5)
+    worker.settle("r1")
+    assert (worker.queued_tokens, worker.busy) == (160, 5)
+    quiet_roster.receive([_beacon(Load(running=3))])
+    assert (worker.queued_tokens, worker.busy) == (10, 4)
+    worker.forget("r2")
+    assert (worker.queued_tokens, worker.busy) == (0, 3)
+
+
+class Clock:
+    """A reader as the roster sees it."""
+
+    def __init__(self, heard_at: float, steady_since: float | None) -> None:
+        self.heard_at = heard_at
+        self.steady_since = steady_since
+        self.reconnects = 0
+
+
+@pytest.mark.parametrize(
+    ("clock", "lapses"),
+    [
+        (lambda now: Clock(now + LEASE_S + 0.1, now - 100), True),
+        (lambda now: Clock(now + LEASE_S - 0.1, now - 100), False),
+        (lambda now: Clock(now + 1000, None), False),
+        (lambda now: Clock(now + 1000, now + 1000 - LEASE_S + 0.1), False),
+    ],
+    ids=["silent", "in time", "redis away", "redis just back"],
+)
+async def test_silence_counts_only_while_redis_answers(
+    quiet_roster: Roster, clock: Callable[[float], Reader], lapses: bool
+) -> None:
+    quiet_roster.receive([_beacon(Load())])
+    quiet_roster.check(clock(asyncio.get_running_loop().time()))
+    assert (quiet_roster.workers == []) is lapses
