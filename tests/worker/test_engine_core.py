@@ -8,7 +8,6 @@ from engine_fakes import EOS, FakeRunner, Recorded, expected, make_core, make_su
 from forebay_shared.sampling import Grammar, SamplingParams
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import (
-    Accepted,
     Delta,
     Done,
     Failed,
@@ -131,7 +130,8 @@ def test_a_full_queue_refuses_with_a_retryable_error_and_has_room_again_later() 
     core.cancel("a", 1)
     core.take_events()
     core.submit(make_submit("d", PROMPT), monotonic())
-    assert core.take_events() == [("gw", Accepted("d", 1))]
+    assert core.take_events() == []
+    assert core.load().waiting == 2
 
 
 def test_an_expired_request_fails_before_it_costs_a_step() -> None:
@@ -161,7 +161,7 @@ def test_a_duplicate_is_dropped_even_after_the_end_and_a_new_attempt_is_not() ->
     core = make_core(FakeRunner())
     submit = make_submit("r", PROMPT)
     first = run(core, submit, submit)
-    assert sum(isinstance(message, Accepted) for message in first) == 1
+    assert sum(isinstance(message, Done) for message in first) == 1
     assert run(core, submit) == []
     assert output(run(core, make_submit("r", PROMPT, attempt=2))) == output(first)
 
@@ -171,8 +171,8 @@ def test_a_duplicate_is_dropped_even_after_the_end_and_a_new_attempt_is_not() ->
 
 def test_events_come_in_order_with_offsets_and_usage() -> None:
     messages = run(make_core(FakeRunner()), make_submit("r", PROMPT, sampling=long(3)))
-    assert [type(message) for message in messages] == [Accepted, Started, Delta, Delta, Delta, Done]
-    assert [message.offset for message in messages[2:5]] == [0, 1, 2]
+    assert [type(message) for message in messages] == [Started, Delta, Delta, Delta, Done]
+    assert [message.offset for message in messages[1:4]] == [0, 1, 2]
     done = messages[-1]
     assert (done.finish_reason, done.stop_token) == ("length", None)
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (10, 3)
@@ -212,7 +212,7 @@ def test_a_full_context_ends_with_length() -> None:
 def test_no_tokens_asked_for_is_an_answer_without_a_step() -> None:
     runner = FakeRunner()
     messages = run(make_core(runner), make_submit("r", PROMPT, sampling=long(0)))
-    assert [type(message) for message in messages] == [Accepted, Started, Done]
+    assert [type(message) for message in messages] == [Started, Done]
     assert runner.batches == []
 
 

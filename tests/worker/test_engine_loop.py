@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from engine_fakes import FakeRunner, make_core, make_submit
 from forebay_shared.sampling import SamplingParams
-from forebay_shared.wire import Accepted, Delta, Done, Failed, Reply
+from forebay_shared.wire import Delta, Done, Failed, Reply
 from forebay_worker.engine.loop import EngineLoop
 
 PROMPT = list(range(2, 12))
@@ -80,11 +80,15 @@ def test_an_idle_engine_wakes_for_each_request() -> None:
         assert loop.healthy
 
 
-def test_a_request_is_accepted_before_its_first_step_ends() -> None:
+def test_a_refusal_does_not_wait_for_the_step_that_runs_next() -> None:
     runner, receiver = GatedRunner(), Receiver()
     with running(runner, receiver) as loop:
         loop.submit(make_submit("r", PROMPT))
-        receiver.wait(lambda messages: messages == [Accepted("r", 1)])
+        assert runner.entered.acquire(timeout=30)
+        loop.submit(make_submit("bad", []))
+        runner.gate.release()
+        receiver.wait(ended("bad"))
+        assert not ended("r")(receiver.messages)
         for _ in range(8):
             runner.gate.release()
         receiver.wait(ended("r"))

@@ -13,7 +13,6 @@ from time import monotonic
 from forebay_shared.errors import DeadlineError, EngineError, ForebayError, OverloadedError
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import (
-    Accepted,
     Delta,
     Done,
     Failed,
@@ -112,7 +111,10 @@ class EngineCore:
         )
 
     def submit(self, submit: Submit, arrived: float) -> None:
-        """Queues a request, or answers Failed; a duplicate is dropped. Raises nothing."""
+        """Queues a request, or answers Failed; a duplicate is dropped. Raises nothing.
+
+        Accepted is the service's to say, which does not wait for a step.
+        """
         key = (submit.request_id, submit.attempt)
         if key in self._requests or key in self._ended:
             return
@@ -126,7 +128,6 @@ class EngineCore:
                 key, submit.gateway, EngineError("The engine could not take this request.")
             )
         else:
-            self._events.append((submit.gateway, Accepted(*key)))
             for sequence in list(request.sequences.values()):
                 self._enqueue(request, sequence)
 

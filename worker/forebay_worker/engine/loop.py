@@ -92,7 +92,7 @@ class EngineLoop:
 
     def _round(self) -> None:
         self._take_commands()
-        self._flush()  # Accepted does not wait for the step
+        self._flush()  # a refusal or an abort does not wait for the step
         if not self._stopping:
             self._core.step()
             self._flush()

@@ -35,7 +35,10 @@ class Engine(Protocol):
         ...
 
     def submit(self, submit: Submit) -> None:
-        """Queues a request. What is wrong with it is answered as Failed, never raised."""
+        """Queues a request. What is wrong with it is answered as Failed, never raised.
+
+        The service has answered Accepted before; an engine's first event is Started or Failed.
+        """
         ...
 
     def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:

@@ -14,6 +14,7 @@ from forebay_shared.models import (
     CAP_LOGPROBS,
     CAP_PENALTIES,
     ModelCard,
+    content_hash,
 )
 from forebay_shared.settings import WorkerSettings
 
@@ -135,22 +136,22 @@ class ModelFiles:
     ) -> tuple[ModelCard, dict[str, bytes]]:
         """The card, and the blobs that it names."""
         tokenizer, template = self.tokenizer(), self.chat_template()
-        blobs = {_sha256(tokenizer): tokenizer}
+        blobs = {content_hash(tokenizer): tokenizer}
         if template is not None:
-            blobs[_sha256(template.encode())] = template.encode()
+            blobs[content_hash(template.encode())] = template.encode()
         card = ModelCard(
             names=self._settings.served_model_name or (public_name(self._settings.model).lower(),),
             revision=revision,
             family=self._config.model_type,
             engine=engine,
-            tokenizer=_sha256(tokenizer),
+            tokenizer=content_hash(tokenizer),
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             block_size=block_size,
             created=int((self._directory / "config.json").stat().st_mtime),
             eos_token_ids=self.eos_token_ids,
             bos_token_id=next(iter(_listed(self._config.bos_token_id)), None),
-            chat_template=None if template is None else _sha256(template.encode()),
+            chat_template=None if template is None else content_hash(template.encode()),
             template_tokens=self.template_tokens,
             generation_defaults=dict(self.generation_defaults),
             max_num_seqs=self._settings.max_num_seqs,
@@ -179,10 +180,6 @@ def _listed(ids: OneOrMore) -> list[int]:
     if ids is None:
         return []
     return ids if isinstance(ids, list) else [ids]
-
-
-def _sha256(data: bytes) -> str:
-    return sha256(data).hexdigest()
 
 
 def _fingerprint(path: Path) -> bytes:
