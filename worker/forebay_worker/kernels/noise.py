@@ -1,18 +1,18 @@
-"""The sampler's noise: 32 bits per (seed, position, token id) from a counter, and Gumbel noise of them.
+"""The sampler's noise: 32 bits per (seed, position, token id), and Gumbel noise of them.
 
 A pure function, so a sequence that is batched otherwise, preempted or moved to another worker draws
 the same noise. `sampling.py` holds the same arithmetic for the card: the bits are equal there, the
 floats within rounding. It knows nothing of logits.
 
-    mix(x):  x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16   (mod 2^32)
+    mix(x):  x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
     key0 = mix(lo + mix(hi + mix(position + 0x9e3779b9)))
     key1 = mix(hi ^ mix(lo + mix(position ^ 0x85ebca6b)))        lo, hi: the halves of the seed
-    bits = mix(mix(id + key0) ^ key1)
+    bits = mix(mix(id + key0) ^ key1)                            all modulo 2^32
     u = (bits + 0.5) / 2^32;   E = -log(1 - u);   gumbel = -log(E)
 
-`mix` is a bijection with an avalanche bias of 0.17 (C. Wellons' hash prospector), so no two ids of a
-row share their bits. The winner of a vocabulary of 150,000 has E of about 1 / 150,000; it comes from a *small* u,
-where float32 is exact to 24 bits, and not from a u near 1, where it is not.
+`mix` (C. Wellons' hash prospector) is a bijection, so no two ids of a row share their bits. The
+winner among 150,000 ids has an E of about 1 / 150,000; it comes from a *small* u, where float32
+is exact to 24 bits, and not from a u near 1, where it is not.
 """
 
 import torch

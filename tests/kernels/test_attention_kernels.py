@@ -1,0 +1,166 @@
+"""Decode and prefill attention against the reference at odd shapes, block sizes and lengths."""
+
+import pytest
+import torch
+from forebay_worker.kernels import reference
+from forebay_worker.kernels.decode_attention import (
+    DecodeConfig,
+    make_plan,
+    paged_decode_attention,
+    plan_decode,
+)
+from forebay_worker.kernels.prefill_attention import PrefillConfig, paged_prefill_attention
+from forebay_worker.kernels.reference import KvCache, Step
+
+# Relative error of the whole output, ||out - ref|| / ||ref||, against float64.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# The interpreter multiplies the bits of bfloat16 tiles as integers: those run on the card alone.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+
+
+def build_step(
+    chunks: list[int], kv_lens: list[int], block_size: int, device: torch.device
+) -> tuple[Step, int]:
+    """A step of rows with `chunks` new tokens and `kv_lens` positions on shuffled blocks."""
+    counts = [-(-length // block_size) for length in kv_lens]
+    blocks = (torch.randperm(sum(counts)) + 1).tolist()
+    tables = torch.zeros(len(chunks), max(counts), dtype=torch.int64)
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.tensor([blocks.pop() for _ in range(count)])
+    starts = [0]
+    for chunk in chunks:
+        starts.append(starts[-1] + chunk)
+    empty = torch.empty(0, dtype=torch.int64)
+    step = Step(
+        num_decodes=sum(chunk == 1 for chunk in chunks),
+        token_ids=empty,
+        positions=empty,
+        kv_slots=empty,
+        starts=torch.tensor(starts, device=device),
+        kv_lens=torch.tensor(kv_lens, device=device),
+        block_tables=tables.to(device),
+        logits_at=empty,
+        host_starts=starts,
+        host_kv_lens=kv_lens,
+    )
+    return step, sum(counts) + 1
+
+
+def fill_cache(
+    step: Step, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> KvCache:
+    """Random keys and values where a row has positions, NaN everywhere else."""
+    shape = (blocks, block_size, kv_heads, head_dim)
+    cache = KvCache(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
+    for row, length in enumerate(step.host_kv_lens):
+        at = torch.arange(length)
+        block = step.block_tables[row].cpu()[at // block_size]
+        for side in (cache.keys, cache.values):
+            side[block, at % block_size] = torch.randn(length, kv_heads, head_dim).to(dtype)
+    device = step.kv_lens.device
+    return KvCache(cache.keys.to(device), cache.values.to(device))
+
+
+def expected(q: torch.Tensor, step: Step, cache: KvCache) -> torch.Tensor:
+    wide = KvCache(cache.keys.double(), cache.values.double())
+    return reference.paged_attention(q.double(), step, wide).view(q.shape)
+
+
+def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    return float((out.double() - ref).norm() / ref.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "programs"),
+    [(16, 8, 128, 64, 264), (9, 3, 64, 16, 12), (4, 4, 64, 128, 1), (14, 2, 128, 32, 40)],
+)
+def test_decode_attention_agrees_with_the_reference(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    programs: int,
+    device: torch.device,
+) -> None:
+    lens = [1, 200, 63, 64, 65, 130]
+    step, blocks = build_step([1] * len(lens), lens, block_size, device)
+    cache = fill_cache(step, blocks, block_size, kv_heads, head_dim, dtype)
+    q = torch.randn(len(lens), heads, head_dim, dtype=dtype, device=device)
+    config = DecodeConfig(tile=32, programs=programs)
+    plan = make_plan(len(lens), kv_heads, heads // kv_heads, head_dim, device, config)
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        out = torch.full_like(q, torch.nan)
+        plan_decode(plan, step.kv_lens)
+        paged_decode_attention(
+            q, cache.keys, cache.values, step.block_tables, step.kv_lens, plan, head_dim**-0.5, out
+        )
+        assert relative_error(out, expected(q, step, cache)) < TOLERANCE[dtype]
+        assert not plan.arrivals.any()
+
+
+def test_decode_attention_skips_padding_rows_and_follows_table_rows(device: torch.device) -> None:
+    step, blocks = build_step([1, 1], [40, 7], 16, device)
+    cache = fill_cache(step, blocks, 16, 2, 64, torch.float32)
+    q = torch.randn(2, 4, 64, device=device)
+    ref = expected(q, step, cache)
+    padded = torch.cat((q[1:], q[:1], q))
+    kv_lens = torch.tensor([7, 40, 0, 0], dtype=torch.int32, device=device)
+    rows = torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
+    plan = make_plan(4, 2, 2, 64, device, DecodeConfig(tile=16, programs=8))
+    out = torch.full_like(padded, 5.0)
+    plan_decode(plan, kv_lens)
+    paged_decode_attention(
+        padded, cache.keys, cache.values, step.block_tables, kv_lens, plan, 0.125, out, rows
+    )
+    assert relative_error(out[[1, 0]], ref) < 1e-5
+    assert (out[2:] == 5.0).all()
+
+
+def test_the_decode_plan_covers_every_tile_once(device: torch.device) -> None:
+    lens = torch.tensor([0, 5, 4000, 64, 0, 777, 65], dtype=torch.int32, device=device)
+    plan = make_plan(7, 8, 2, 128, device, DecodeConfig(tile=64, programs=264))
+    plan_decode(plan, lens)
+    seen: dict[int, list[int]] = {}
+    for row, split, splits, chunk in plan.items.tolist():
+        if row >= 0:
+            tiles = -(-int(lens[row]) // 64)
+            assert splits == -(-tiles // chunk)
+            seen.setdefault(row, []).append(split)
+    assert sorted(seen) == [1, 2, 3, 5, 6]
+    assert all(splits == list(range(len(splits))) for splits in seen.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "tile_m", "tile_n"),
+    [(4, 2, 128, 64, 64, 32), (9, 3, 64, 16, 64, 64), (2, 2, 64, 128, 16, 64)],
+)
+def test_prefill_attention_agrees_with_the_reference(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    tile_m: int,
+    tile_n: int,
+    device: torch.device,
+) -> None:
+    chunks, lens = [1, 70, 33, 2], [50, 70, 120, 131]
+    step, blocks = build_step(chunks, lens, block_size, device)
+    cache = fill_cache(step, blocks, block_size, kv_heads, head_dim, dtype)
+    q = torch.randn(sum(chunks), heads, head_dim, dtype=dtype, device=device)
+    out = torch.full_like(q, torch.nan)
+    paged_prefill_attention(
+        q,
+        cache.keys,
+        cache.values,
+        step.block_tables,
+        step.kv_lens,
+        step.starts,
+        head_dim**-0.5,
+        out,
+        PrefillConfig(tile_m, tile_n, 4, 2),
+    )
+    assert relative_error(out, expected(q, step, cache)) < TOLERANCE[dtype]

@@ -1,0 +1,308 @@
+"""A whole step of the dense decoder on the CPU: one compiled call per thread, from token ids to logits.
+
+Why: 30 layers of torch calls for one token cost more in dispatch than in arithmetic, and weights
+that the checkpoint stores in 16 bits are read as such (half the bytes) and widened in registers,
+which changes no bit of the model. Every thread runs `run_step`; the work of a phase is cut into
+units that the threads take one by one, so a thread that loses its core for a while delays a unit
+and not a half; between phases all threads meet. A unit's result does not depend on who computes it.
+
+`reference.py` and `models.decoder` are its twin. It knows no request and no file.
+"""
+
+# pyright: basic
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from forebay_worker.kernels.cpu_math import MATH, dot, exp, meet, product, rms_norm, take, widen_row
+
+PANEL = 32  # rows of a weight matrix per unit: 36 KB of 16 bits at 576 columns, half of an L2
+PHASES_PER_LAYER = 6
+PHASES_AROUND = 2
+
+
+class Weights(NamedTuple):
+    """Arrays of L layers; matrices are as `cpu_math.widen` takes them, the rest float32.
+
+    A bias or head norm that the family lacks has no columns.
+    """
+
+    embedding: np.ndarray  # [V, hidden]
+    attention_norm: np.ndarray  # [L, hidden]
+    qkv: np.ndarray  # [L, (H + 2K) * D, hidden]
+    qkv_bias: np.ndarray
+    q_norm: np.ndarray  # [L, D]
+    k_norm: np.ndarray
+    output: np.ndarray  # [L, hidden, H * D]
+    output_bias: np.ndarray
+    mlp_norm: np.ndarray  # [L, hidden]
+    gate_up: np.ndarray  # [L, 2 * inner, hidden]
+    gate_up_bias: np.ndarray
+    down: np.ndarray  # [L, hidden, inner]
+    down_bias: np.ndarray
+    final_norm: np.ndarray  # [hidden]
+    head: np.ndarray  # [V, hidden]
+    cos_sin: np.ndarray  # [positions, D], cosines first
+
+
+class Inputs(NamedTuple):
+    """The step's T tokens, all int64; `owners` is the row of each, `block_tables` is by row."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    kv_slots: np.ndarray
+    owners: np.ndarray
+    block_tables: np.ndarray
+    logits_at: np.ndarray
+
+
+class Buffers(NamedTuple):
+    """Scratch of one step, float32; `units` and `arrivals` are int64 zeros, one per phase."""
+
+    hidden: np.ndarray  # [T, hidden]
+    normed: np.ndarray  # [threads, T, hidden]
+    qkv: np.ndarray  # [T, (H + 2K) * D]
+    mixed: np.ndarray  # [T, H * D]
+    gate_up: np.ndarray  # [T, 2 * inner]
+    inner: np.ndarray  # [T, inner]
+    scores: np.ndarray  # [threads, H / K, longest row]
+    last: np.ndarray  # [threads, S, hidden]
+    logits: np.ndarray  # [S, V]
+    units: np.ndarray
+    arrivals: np.ndarray
+
+
+def make_buffers(
+    weights: Weights, tokens: int, samples: int, longest: int, group: int, threads: int
+) -> Buffers:
+    """Scratch for a step of these sizes."""
+    layers, qkv, hidden = weights.qkv.shape
+    inner = weights.down.shape[2]
+    phases = layers * PHASES_PER_LAYER + PHASES_AROUND
+
+    def room(*shape: int) -> np.ndarray:
+        return np.empty(shape, np.float32)
+
+    return Buffers(
+        hidden=room(tokens, hidden),
+        normed=room(threads, tokens, hidden),
+        qkv=room(tokens, qkv),
+        mixed=room(tokens, weights.output.shape[2]),
+        gate_up=room(tokens, 2 * inner),
+        inner=room(tokens, inner),
+        scores=room(threads, group, longest),
+        last=room(threads, samples, hidden),
+        logits=room(samples, weights.head.shape[0]),
+        units=np.zeros(phases, np.int64),
+        arrivals=np.zeros(phases, np.int64),
+    )
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def run_step(weights, inputs, keys, values, buffers, eps, thread, threads):
+    """One thread's part of a step. keys and values are [L, blocks, block_size, K, D] float32.
+
+    Returns when all threads are done: `buffers.logits` is complete then.
+    """
+    units, arrivals, hidden = buffers.units, buffers.arrivals, buffers.hidden
+    normed = buffers.normed[thread]
+    phase = 0
+    _embed(inputs.token_ids, weights.embedding, hidden, units, phase)
+    meet(arrivals, phase, threads)
+    for layer in range(weights.qkv.shape[0]):
+        _norm_rows(hidden, weights.attention_norm[layer], eps, normed)
+        phase += 1
+        _linear(
+            normed, weights.qkv[layer], weights.qkv_bias[layer], buffers.qkv, False, units, phase
+        )
+        meet(arrivals, phase, threads)
+        phase += 1
+        _rope_store(
+            weights, layer, inputs, keys[layer], values[layer], buffers.qkv, eps, units, phase
+        )
+        meet(arrivals, phase, threads)
+        phase += 1
+        _attention(
+            inputs, keys[layer], values[layer], buffers.qkv, buffers.scores[thread],
+            buffers.mixed, units, phase,
+        )  # fmt: skip
+        meet(arrivals, phase, threads)
+        phase += 1
+        _linear(
+            buffers.mixed,
+            weights.output[layer],
+            weights.output_bias[layer],
+            hidden,
+            True,
+            units,
+            phase,
+        )
+        meet(arrivals, phase, threads)
+        _norm_rows(hidden, weights.mlp_norm[layer], eps, normed)
+        phase += 1
+        _gated(normed, weights.gate_up[layer], weights.gate_up_bias[layer], buffers, units, phase)
+        meet(arrivals, phase, threads)
+        phase += 1
+        _linear(
+            buffers.inner, weights.down[layer], weights.down_bias[layer], hidden, True, units, phase
+        )
+        meet(arrivals, phase, threads)
+    last = buffers.last[thread]
+    for at in range(last.shape[0]):
+        rms_norm(hidden[inputs.logits_at[at]], weights.final_norm, eps, last[at])
+    phase += 1
+    _linear(last, weights.head, weights.final_norm[:0], buffers.logits, False, units, phase)
+    meet(arrivals, phase, threads)
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _embed(token_ids, embedding, hidden, units, phase):
+    while True:
+        token = take(units, phase)
+        if token >= token_ids.shape[0]:
+            return
+        widen_row(embedding[token_ids[token]], hidden[token])
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _norm_rows(x, weight, eps, out):
+    """Every thread norms all rows for itself: 16 rows of 576 take 2 us, less than another meeting."""
+    for row in range(x.shape[0]):
+        rms_norm(x[row], weight, eps, out[row])
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _linear(x, w, bias, out, add, units, phase):
+    """out = x @ w.T + bias, or added to out."""
+    while True:
+        low = take(units, phase) * PANEL
+        if low >= w.shape[0]:
+            return
+        high = min(low + PANEL, w.shape[0])
+        product(x, w, low, high, out, add)
+        _add_bias(bias, low, high, out)
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _add_bias(bias, low, high, out):
+    if bias.shape[0] > 0:
+        for row in range(out.shape[0]):
+            for at in range(low, high):
+                out[row, at] += bias[at]
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _gated(x, w, bias, buffers, units, phase):
+    """inner = silu(gate) * up: a unit is a panel of the gate's rows and the same of the up's."""
+    gate_up, inner = buffers.gate_up, buffers.inner
+    size = inner.shape[1]
+    while True:
+        low = take(units, phase) * PANEL
+        if low >= size:
+            return
+        high = min(low + PANEL, size)
+        product(x, w, low, high, gate_up, False)
+        product(x, w, size + low, size + high, gate_up, False)
+        _add_bias(bias, low, high, gate_up)
+        _add_bias(bias, size + low, size + high, gate_up)
+        for row in range(inner.shape[0]):
+            for at in range(low, high):
+                gate = gate_up[row, at]
+                inner[row, at] = gate / (np.float32(1) + exp(-gate)) * gate_up[row, size + at]
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _rope_store(weights, layer, inputs, keys, values, qkv, eps, units, phase):
+    """Norms and rotates q and k in place, and puts k and v into the cache. A unit is a token."""
+    block_size, kv_heads, head_dim = keys.shape[1:]
+    k_start = qkv.shape[1] - 2 * kv_heads * head_dim
+    v_start = qkv.shape[1] - kv_heads * head_dim
+    q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
+    while True:
+        token = take(units, phase)
+        if token >= qkv.shape[0]:
+            return
+        row = qkv[token]
+        angles = weights.cos_sin[inputs.positions[token]]
+        for at in range(0, v_start, head_dim):
+            head = row[at : at + head_dim]
+            if q_norm.shape[0] > 0:
+                rms_norm(head, q_norm if at < k_start else k_norm, eps, head)
+            _rotate(head, angles)
+        slot = inputs.kv_slots[token]
+        k_slot = keys[slot // block_size, slot % block_size]
+        v_slot = values[slot // block_size, slot % block_size]
+        for head in range(kv_heads):
+            for at in range(head_dim):
+                k_slot[head, at] = row[k_start + head * head_dim + at]
+                v_slot[head, at] = row[v_start + head * head_dim + at]
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _rotate(head, angles):
+    half = head.shape[0] // 2
+    for at in range(half):
+        left, right = head[at], head[half + at]
+        cos, sin = angles[at], angles[half + at]
+        head[at] = left * cos - right * sin
+        head[half + at] = right * cos + left * sin
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _attention(inputs, keys, values, qkv, scores, mixed, units, phase):
+    """A unit is a token and a KV head: its query heads over the positions up to the token's own.
+
+    It reads no slot but those, so nothing that another sequence left in the cache can reach it.
+    """
+    kv_heads, head_dim = keys.shape[2:]
+    width = mixed.shape[1] // kv_heads
+    while True:
+        unit = take(units, phase)
+        token, head = unit // kv_heads, unit % kv_heads
+        if token >= qkv.shape[0]:
+            return
+        table = inputs.block_tables[inputs.owners[token]]
+        length = inputs.positions[token] + 1
+        queries = qkv[token, head * width : (head + 1) * width].reshape(-1, head_dim)
+        out = mixed[token, head * width : (head + 1) * width].reshape(-1, head_dim)
+        _score(queries, keys, table, head, length, scores)
+        _softmax(scores, length)
+        _mix(scores, values, table, head, length, out)
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _score(queries, keys, table, head, length, scores):
+    block_size = keys.shape[1]
+    scale = np.float32(1 / np.sqrt(queries.shape[1]))
+    for position in range(length):
+        key = keys[table[position // block_size], position % block_size, head]
+        for query in range(queries.shape[0]):
+            scores[query, position] = dot(queries[query], key) * scale
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _softmax(scores, length):
+    for query in range(scores.shape[0]):
+        row = scores[query]
+        top = row[0]
+        for at in range(length):
+            top = max(top, row[at])
+        total = np.float32(0)
+        for at in range(length):
+            row[at] = exp(row[at] - top)
+            total += row[at]
+        for at in range(length):
+            row[at] /= total
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _mix(scores, values, table, head, length, out):
+    block_size = values.shape[1]
+    out[:] = 0
+    for position in range(length):
+        value = values[table[position // block_size], position % block_size, head]
+        for query in range(out.shape[0]):
+            share = scores[query, position]
+            for at in range(out.shape[1]):
+                out[query, at] += share * value[at]
