@@ -1,0 +1,100 @@
+"""The offline API, on a small random model with a tokenizer of whole words."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forebay_shared.errors import ContextLengthError, InvalidRequestError
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.settings import StartError
+from forebay_worker.chat_template import ChatTemplate
+from forebay_worker.llm import LLM
+from tiny_models import VOCAB, make_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+TEMPLATE = "{% for m in messages %}w3 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("tiny")
+    make_model("llama", home)
+    tokenizer = Tokenizer(models.WordLevel({f"w{at}": at for at in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(home / "tokenizer.json"))
+    (home / "chat_template.jinja").write_text(TEMPLATE)
+    return home
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    return LLM(str(directory), block_size=4, kv_cache_memory_bytes=1_000_000)
+
+
+def test_texts_and_token_ids_give_the_same_in_order(llm: LLM) -> None:
+    texts = llm.generate(["w3 w4 w5", "w6 w7"], GREEDY, progress=False)
+    ids = llm.generate([[3, 4, 5], [6, 7]], GREEDY, progress=False)
+    assert [result.token_ids for result in texts] == [result.token_ids for result in ids]
+    assert [result.prompt_token_ids for result in texts] == [[3, 4, 5], [6, 7]]
+    assert texts[0].text == " ".join(f"w{token}" for token in texts[0].token_ids)
+    assert texts[0].outputs[0].finish_reason == "length"
+
+
+def test_one_text_is_a_batch_of_one(llm: LLM) -> None:
+    (result,) = llm.generate("w3", GREEDY, progress=False)
+    assert len(result.token_ids) == 6
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "w5"}]
+    (one,) = llm.chat(conversation, GREEDY, progress=False)
+    assert one.prompt_token_ids == [3, 5, 4]
+    several = llm.chat([conversation, conversation], GREEDY, progress=False)
+    assert [result.token_ids for result in several] == [one.token_ids] * 2
+
+
+def test_n_samples_differ_and_can_be_repeated(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=2, seed=5, ignore_eos=True)
+    runs = [llm.generate("w3", sampling, n=3, progress=False)[0].outputs for _ in range(2)]
+    assert [output.token_ids for output in runs[0]] == [output.token_ids for output in runs[1]]
+    assert len({tuple(output.token_ids) for output in runs[0]}) == 3
+
+
+def test_logprobs_come_one_per_token(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=5, temperature=0, logprobs=2, ignore_eos=True)
+    (result,) = llm.generate("w3", sampling, progress=False)
+    assert len(result.outputs[0].logprobs) == 5
+    assert all(len(entry.top) == 2 for entry in result.outputs[0].logprobs)
+
+
+def test_a_prompt_that_cannot_run_raises_and_leaves_the_model_usable(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError):
+        llm.generate([[3] * 4, [3] * 500], GREEDY, progress=False)
+    assert llm.generate([[3] * 4], GREEDY, progress=False)[0].token_ids
+
+
+def test_more_prompts_than_a_servers_queue_run(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=1, temperature=0)
+    assert (
+        len(llm.generate([[3, at % VOCAB] for at in range(1100)], sampling, progress=False)) == 1100
+    )
+
+
+def test_an_unknown_setting_or_model_is_named(directory: Path) -> None:
+    with pytest.raises(TypeError, match="max_sequences"):
+        LLM(str(directory), max_sequences=4)
+    with pytest.raises(StartError, match="nowhere"):
+        LLM("nowhere")
+
+
+def test_a_template_that_refuses_is_the_callers_error() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        template.render([])
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    template = ChatTemplate("{{ messages.append(1) }}{{ ''.__class__.__mro__ }}", {})
+    with pytest.raises(InvalidRequestError):
+        template.render([])
