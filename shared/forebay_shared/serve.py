@@ -39,8 +39,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 BACKLOG: Final = 2048
 POLL_S, GET_TIMEOUT_S = 0.1, 1.0
-STOP_GATEWAY_S, STOP_WORKER_S, STOP_REDIS_S = 2.0, 1.5, 1.0
-"""After Ctrl-C. With the parent's own time they sum to less than the 5 s that are promised."""
+LEAVE_S, STOP_WORKER_S, STOP_REDIS_S = 0.7, 1.5, 0.7
+"""Gateways have the drain time (1.5 s) and LEAVE_S: all in all less than the 5 s of the promise."""
 
 
 def run(settings: ServeSettings) -> int:
@@ -112,7 +112,7 @@ class _House:
     async def _stop(self) -> None:
         """Gateways first, so that no new work comes; Redis last, so that farewells are heard."""
         for children, timeout_s in (
-            (self._gateways, STOP_GATEWAY_S),
+            (self._gateways, self._settings.drain_timeout_s + LEAVE_S),
             (self._workers, STOP_WORKER_S),
             (self._redis, STOP_REDIS_S),
         ):
@@ -210,7 +210,8 @@ def _gateway_program(settings: ServeSettings, listener: socket.socket) -> Progra
 
 
 def _worker_program(settings: ServeSettings) -> Program:
-    worker = _narrowed(settings, WorkerSettings)
+    # It stops after the gateways: nobody is left whom a drain could serve.
+    worker = _narrowed(settings, WorkerSettings, drain_timeout_s=0.0)
     return Program(
         name="worker",
         command=(sys.executable, "-m", "forebay_shared.cli", "worker"),

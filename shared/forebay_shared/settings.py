@@ -131,6 +131,12 @@ class ServeSettings(WorkerSettings, frozen=True, kw_only=True):
     api_key: Annotated[
         tuple[Secret, ...], Meta(description="bearer key that clients must send; repeatable")
     ] = ()
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, description="after Ctrl-C or SIGTERM, seconds for open streams to finish")
+    ] = 1.5
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
+    ] = "warning"
     data_dir: Annotated[
         str, Meta(description="where Redis and the key live; default: the user's data home")
     ] = ""
