@@ -68,7 +68,8 @@ class Play:
     error: ForebayError | None = None
     error_after: int = 0
     hang_after: int | None = None
-    finish: str = "stop"
+    pause_at: Sequence[int] = ()
+    """Positions to wait at, for as long as they are listed."""
 
 
 class ScriptedGeneration:
@@ -102,7 +103,9 @@ class ScriptedGeneration:
         events: list[Event] = []
         if not self._started:
             self._started = True
-            events += [Started(request_id, 1, index, self._cached, 0.0) for index in sorted(self._open)]
+            events += [
+                Started(request_id, 1, index, self._cached, 0.0) for index in sorted(self._open)
+            ]
         for index in sorted(self._open):
             events += await self._step(index)
         return events
@@ -113,6 +116,8 @@ class ScriptedGeneration:
             raise play.error
         if play.hang_after is not None and at >= play.hang_after:
             await asyncio.Event().wait()
+        while at in play.pause_at:  # noqa: ASYNC110  the test that changes it has another thread
+            await asyncio.sleep(0.001)
         limit = self.job.sampling.max_tokens
         ids = list(play.token_ids[at : min(at + play.group, limit)])
         self._position[index] += len(ids)
@@ -206,8 +211,8 @@ class ScriptedBackend:
 
 
 @contextmanager
-def serving(backend: ScriptedBackend, settings: GatewaySettings) -> Generator[str]:
-    """A real uvicorn server on loopback, in a thread of its own; yields its base URL."""
+def serving(backend: ScriptedBackend, settings: GatewaySettings) -> Generator[tuple[str, Server]]:
+    """A real uvicorn server on loopback, in a thread of its own; yields its base URL and itself."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server: Server | None = None
@@ -228,7 +233,8 @@ def serving(backend: ScriptedBackend, settings: GatewaySettings) -> Generator[st
     thread.start()
     started.wait()
     try:
-        yield f"http://127.0.0.1:{port}"
+        assert server is not None
+        yield f"http://127.0.0.1:{port}", server
     finally:
         assert server is not None
         server.should_exit = True
@@ -242,6 +248,7 @@ class Api:
     url: str
     backend: ScriptedBackend
     http: httpx.Client
+    server: Server
 
     def chat(self, **fields: object) -> httpx.Response:
         """POSTs a chat request with one short user message; `fields` override."""
@@ -270,10 +277,10 @@ def running_api(
     settings = settings or GatewaySettings()
     headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
     with (
-        serving(backend, settings) as url,
+        serving(backend, settings) as (url, server),
         httpx.Client(base_url=url, headers=headers, timeout=20) as http,
     ):
-        yield Api(url, backend, http)
+        yield Api(url, backend, http, server)
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
@@ -282,3 +289,20 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0
     while not condition():
         assert time.monotonic() < end, f"waited in vain: {what}"
         time.sleep(0.005)
+
+
+def exchange(url: str, sent: bytes) -> tuple[int, bytes, bytes]:
+    """Sends bytes as they are; status, head and body of what comes back until the server closes."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(sent)
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.lower(), body
+
+
+def request_bytes(method: str, path: str, headers: dict[str, str], body: bytes = b"") -> bytes:
+    """One raw HTTP request that asks to close the connection behind it."""
+    lines = {"host": "x", "connection": "close", "content-length": str(len(body))} | headers
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body
