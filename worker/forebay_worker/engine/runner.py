@@ -5,7 +5,9 @@ kept between steps but its KV, at the blocks that the caller names.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +22,11 @@ from forebay_worker.kernels.reference import KvCache, Step
 from forebay_worker.models.config import ModelConfig, ModelError
 from forebay_worker.models.decoder import Decoder
 from forebay_worker.models.registry import read_config
+
+if TYPE_CHECKING:
+    from forebay_worker.models.fused import FusedDecoder
+
+Forward = Callable[[Step, KvCache], torch.Tensor]
 
 GIB = 2**30
 CPU_KV_BYTES = 2 * GIB
@@ -40,10 +47,9 @@ class Runner:
         self.vocab_size = self.config.vocab_size
         self.max_model_len = _max_model_len(self.config, settings)
         self.num_blocks = self._count_blocks(settings)
-        self._decoder = Decoder(
-            self.config, self._load(checkpoint, settings), reference, self.max_model_len
-        )
-        self._caches = [self._new_cache() for _ in range(self.config.num_layers)]
+        self._decode = self._new_decoder(checkpoint, settings)
+        self._cache = self._new_cache()
+        self._warm_up()
 
     @property
     def dtype(self) -> str:
@@ -54,17 +60,47 @@ class Runner:
     def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
         """One result per row, None where the row does not sample. Decode rows come first."""
         step = _to_device(flatten(rows, self.block_size), self._device)
-        hidden = self._decoder.forward(step, self._caches)
+        logits = self._decode(step, self._cache)
         sampling = [row.sequence for row in rows if row.samples]
-        if not sampling:
-            return [None] * len(rows)
-        sampled = iter(sample(self._decoder.logits(hidden[step.logits_at]), sampling))
+        sampled = iter(sample(logits, sampling) if sampling else ())
         return [next(sampled) if row.samples else None for row in rows]
 
-    def _load(self, checkpoint: Path, settings: WorkerSettings) -> dict[str, torch.Tensor]:
+    def _warm_up(self) -> None:
+        """One token through block 0, which nobody owns yet: what compiles at first use does so now.
+        15 s for a new machine, 1 s from the disk cache later (two Zen 3 cores)."""
+        zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+        step = Step(
+            num_decodes=1,
+            token_ids=zero,
+            positions=zero,
+            kv_slots=zero,
+            starts=torch.arange(2),
+            kv_lens=one,
+            block_tables=zero[None],
+            logits_at=zero,
+            host_starts=[0, 1],
+            host_kv_lens=[1],
+        )
+        with torch.inference_mode():
+            self._decode(step, self._cache)
+
+    def _new_decoder(self, checkpoint: Path, settings: WorkerSettings) -> Forward:
+        """Compiled when numba is there and sums are float32; else layer by layer in torch."""
+        fused = _fused() if self._dtype == torch.float32 else None
+        dtype = self._dtype
+        if fused is not None and settings.load_format != "dummy":
+            dtype = weights.stored_dtype(checkpoint)
+        loaded = self._load(checkpoint, settings, dtype)
+        if fused is None:
+            return Decoder(self.config, loaded, reference, self.max_model_len)
+        return fused(self.config, loaded, self.max_model_len, torch.get_num_threads())
+
+    def _load(
+        self, checkpoint: Path, settings: WorkerSettings, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
         if settings.load_format == "dummy":
-            return weights.dummy(self.config, self._dtype, self._device, settings.seed)
-        return weights.load(checkpoint, self.config, self._dtype, self._device, progress=True)
+            return weights.dummy(self.config, dtype, self._device, settings.seed)
+        return weights.load(checkpoint, self.config, dtype, self._device, progress=True)
 
     def _count_blocks(self, settings: WorkerSettings) -> int:
         """Blocks of the KV pool; at least those of one sequence of max_model_len."""
@@ -86,6 +122,7 @@ class Runner:
 
     def _new_cache(self) -> KvCache:
         shape = (
+            self.config.num_layers,
             self.num_blocks,
             self.block_size,
             self.config.num_kv_heads,
@@ -97,6 +134,15 @@ class Runner:
         """Zeros by calloc: the system gives the pages when they are first written."""
         raw = np.zeros(int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
         return torch.from_numpy(raw).view(self._dtype).view(shape)
+
+
+def _fused() -> "type[FusedDecoder] | None":
+    """The compiled decoder, or None where numba is not installed."""
+    try:
+        from forebay_worker.models.fused import FusedDecoder
+    except ImportError:
+        return None
+    return FusedDecoder
 
 
 def _dtype(name: str) -> torch.dtype:

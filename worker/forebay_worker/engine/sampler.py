@@ -10,6 +10,7 @@ penalties; greedy stops here; temperature, min_p, top_k, top_p, noise.
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,8 +32,8 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
     A row with a NaN, or with no finite largest logit once masked, is corrupt.
     """
     tops, argmaxes = logits.max(dim=-1)
-    tokens: list[int] = argmaxes.tolist()
-    finite: list[bool] = tops.isfinite().tolist()
+    tokens = cast(list[int], argmaxes.tolist())
+    finite = cast(list[bool], tops.isfinite().tolist())
     return [
         Sampled(0, corrupt=True)
         if not finite[row]
@@ -75,8 +76,8 @@ def _sample_row(logits: Tensor, sequence: SequenceState) -> Sampled:
 
 def _token_logprobs(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
     best = logprobs.topk(min(count, len(logprobs)))
-    ids: list[int] = best.indices.tolist()
-    values: list[float] = best.values.tolist()
+    ids = cast(list[int], best.indices.tolist())
+    values = cast(list[float], best.values.tolist())
     top = list(zip(ids, values, strict=True))
     return TokenLogprobs(logprob=float(logprobs[token]), top=top)
 

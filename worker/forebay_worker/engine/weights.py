@@ -62,6 +62,19 @@ def dummy(
     return {parameter.name: draw(parameter) for parameter in parameters(config)}
 
 
+def stored_dtype(directory: Path) -> torch.dtype:
+    """The 16-bit type that every matrix of the checkpoint is stored in, or float32."""
+    with ExitStack() as stack:
+        kinds = {
+            file.kind(name)
+            for name, file in _open(directory, stack).items()
+            if file.is_matrix(name)
+        }
+    if len(kinds) != 1:
+        return torch.float32
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kinds.pop(), torch.float32)
+
+
 class _File:
     """One open safetensors file: mapped, so a tensor's pages are read when it is copied."""
 
@@ -76,6 +89,12 @@ class _File:
 
     def names(self) -> list[str]:
         return list(self._handle.keys())
+
+    def kind(self, name: str) -> str:
+        return str(self._handle.get_slice(name).get_dtype())
+
+    def is_matrix(self, name: str) -> bool:
+        return len(self._handle.get_slice(name).get_shape()) > 1
 
     def read(self, name: str) -> Tensor:
         try:

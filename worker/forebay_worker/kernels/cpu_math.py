@@ -78,7 +78,7 @@ def take(units, phase):
 
 @njit(cache=True, nogil=True)
 def meet(arrivals, phase, threads):
-    """Waits until all threads have met at this phase. A thread that waits long gives its core away."""
+    """Waits until all threads have met at this phase; one that waits long gives its core away."""
     address = _element(arrivals, phase)
     _fetch_add(address)
     spins = 0

@@ -1,4 +1,4 @@
-"""A whole step of the dense decoder on the CPU: one compiled call per thread, from token ids to logits.
+"""A whole step of the dense decoder on the CPU: one compiled call per thread, ids to logits.
 
 Why: 30 layers of torch calls for one token cost more in dispatch than in arithmetic, and weights
 that the checkpoint stores in 16 bits are read as such (half the bytes) and widened in registers,
@@ -167,7 +167,7 @@ def _embed(token_ids, embedding, hidden, units, phase):
 
 @njit(cache=True, nogil=True, fastmath=MATH)
 def _norm_rows(x, weight, eps, out):
-    """Every thread norms all rows for itself: 16 rows of 576 take 2 us, less than another meeting."""
+    """Every thread norms all rows for itself: 16 rows of 576 take 2 us, as a meeting would."""
     for row in range(x.shape[0]):
         rms_norm(x[row], weight, eps, out[row])
 

@@ -14,10 +14,14 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """One layer's keys and values, each [blocks, block_size, K, D]."""
+    """Keys and values: each [blocks, block_size, K, D] for one layer, [layers, …] for all."""
 
     keys: Tensor
     values: Tensor
+
+    def layer(self, number: int) -> "KvCache":
+        """One layer's cache of the whole model's."""
+        return KvCache(self.keys[number], self.values[number])
 
 
 @dataclass(frozen=True, slots=True)

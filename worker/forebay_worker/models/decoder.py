@@ -95,7 +95,7 @@ class Decoder:
     ) -> None:
         """`weights` holds each of `parameters(config)` by its name, all on one device."""
         self._embedding = weights[EMBEDDING]
-        cos_sin = _cos_sin(config, max_model_len).to(self._embedding.device)
+        cos_sin = cos_sin_table(config, max_model_len).to(self._embedding.device)
         self._layers = [
             _layer(config, weights, f"model.layers.{layer}", cos_sin, ops)
             for layer in range(config.num_layers)
@@ -103,23 +103,24 @@ class Decoder:
         self._norm = RmsNorm(weights[FINAL_NORM], config.norm_eps, ops)
         self._head = Linear(weights[EMBEDDING if config.tied_embeddings else HEAD])
 
-    def forward(self, step: Step, caches: list[KvCache]) -> Tensor:
-        """Writes the step's KV into each layer's cache; returns hidden states [T, hidden]."""
+    def __call__(self, step: Step, cache: KvCache) -> Tensor:
+        """Writes the step's KV into the cache of [layers, …]; returns the logits of the tokens that
+        `step.logits_at` names: [S, vocabulary] float32."""
+        hidden = self._forward(step, cache)
+        return self._head(self._norm(hidden[step.logits_at])).float()
+
+    def _forward(self, step: Step, cache: KvCache) -> Tensor:
         hidden = functional.embedding(step.token_ids, self._embedding)
         residual: Tensor | None = None
-        for layer, cache in zip(self._layers, caches, strict=True):
+        for number, layer in enumerate(self._layers):
             if residual is None:
                 hidden, residual = layer.attention_norm(hidden), hidden
             else:
                 hidden, residual = layer.attention_norm.add(hidden, residual)
-            hidden = layer.attention(hidden, step, cache)
+            hidden = layer.attention(hidden, step, cache.layer(number))
             hidden, residual = layer.mlp_norm.add(hidden, residual)
             hidden = layer.mlp(hidden)
         return hidden if residual is None else hidden + residual
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, vocabulary] float32 of `forward`'s rows [S, hidden]."""
-        return self._head(self._norm(hidden)).float()
 
 
 def _layer(
@@ -144,7 +145,8 @@ def _layer(
     return Layer(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)
 
 
-def _cos_sin(config: ModelConfig, positions: int) -> Tensor:
+def cos_sin_table(config: ModelConfig, positions: int) -> Tensor:
+    """[positions, head_dim] float32: the cosines of each position's angles, then the sines."""
     freq = rope.frequencies(config.head_dim, config.rope_theta)
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "linear":
