@@ -1,4 +1,4 @@
-"""Kernel tests run on the card when there is one, and else under Triton's interpreter on the CPU."""
+"""Kernel tests run on the card when there is one, else under Triton's interpreter on the CPU."""
 
 import os
 

@@ -81,7 +81,7 @@ def make_plan(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_items", "target"])
 def _plan_decode_kernel(
     items, kv_lens, rows, num_items, target,
     TILE: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
@@ -157,7 +157,7 @@ def _merge_splits(
     return acc / total[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])
 def _paged_decode_kernel(
     out, q, k_cache, v_cache, block_tables, kv_lens, table_rows,
     items, partial, partial_lse, arrivals, scale_log2,

@@ -17,17 +17,22 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from forebay_worker.kernels.paging import LOG2_E, cache_rows
 
 
 class PrefillConfig(NamedTuple):
-    """Shape of the launch: query rows and KV positions per tile, warps and pipeline depth."""
+    """Shape of the launch: query rows and KV positions per tile, warps and pipeline depth.
+
+    `tma`: let the bulk copy engine load K and V where the cache allows it.
+    """
 
     tile_m: int = 128
     tile_n: int = 64
     num_warps: int = 8
     num_stages: int = 3
+    tma: bool = True
 
 
 DEFAULT = PrefillConfig()
@@ -50,51 +55,57 @@ def _find_row(starts, slot, rows, TOKENS: tl.constexpr):
 @triton.jit
 def _attend(
     acc, top, total, query, q_position,
-    k_head, v_head, table, first, last, kv_len, scale_log2,
-    stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-    MASKED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr,
+    k_cache, v_cache, table, head, first, last, kv_len, scale_log2,
+    stride_k_block, stride_k_token, stride_k_head,
+    stride_v_block, stride_v_token, stride_v_head,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax pass over the KV tiles from `first` (a multiple of TILE_N) to `last`."""
     dim = tl.arange(0, D)
     for start in tl.range(first, last, TILE_N):
         position = start + tl.arange(0, TILE_N)
-        k_rows = cache_rows(
-            table, position, start, kv_len, stride_k_block, stride_k_token, TILE_N, BLOCK
-        )
-        v_rows = cache_rows(
-            table, position, start, kv_len, stride_v_block, stride_v_token, TILE_N, BLOCK
-        )
-        if MASKED:
-            # Zeros, because what nobody wrote may be NaN, and 0 * NaN is NaN.
-            valid = position < kv_len
-            k = tl.load(k_head + k_rows[None, :] + dim[:, None], mask=valid[None, :], other=0.0)
+        valid = position < kv_len
+        if TMA:
+            line = tl.load(table + start // BLOCK).to(tl.int32) * BLOCK + start % BLOCK
+            k = tl.trans(k_cache.load([line, head * D]))
         else:
-            k = tl.load(k_head + k_rows[None, :] + dim[:, None])
+            k_rows = cache_rows(
+                table, position, start, kv_len, stride_k_block, stride_k_token, TILE_N, BLOCK
+            )
+            k_at = k_cache + head * stride_k_head + k_rows[None, :] + dim[:, None]
+            k = tl.load(k_at, mask=valid[None, :], other=0.0) if MASKED else tl.load(k_at)
         score = tl.dot(query, k, input_precision="ieee")
         if MASKED:
-            seen = (position[None, :] <= q_position[:, None]) & (position < kv_len)[None, :]
+            seen = (position[None, :] <= q_position[:, None]) & valid[None, :]
             score = tl.where(seen, score, -float("inf"))
         new_top = tl.maximum(top, tl.max(score, 1) * scale_log2)
         weight = tl.exp2(score * scale_log2 - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None]
-        if MASKED:
-            v = tl.load(v_head + v_rows[:, None] + dim[None, :], mask=valid[:, None], other=0.0)
+        if TMA:
+            v = v_cache.load([line, head * D])
         else:
-            v = tl.load(v_head + v_rows[:, None] + dim[None, :])
+            v_rows = cache_rows(
+                table, position, start, kv_len, stride_v_block, stride_v_token, TILE_N, BLOCK
+            )
+            v = tl.load(v_cache + head * stride_v_head + v_rows[:, None] + dim[None, :])
+        if MASKED:
+            # Zeros, because what nobody wrote may be NaN, and 0 * NaN is NaN.
+            v = tl.where(valid[:, None], v, 0.0)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = new_top
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "stride_table"])
 def _paged_prefill_kernel(
     out, q, k_cache, v_cache, block_tables, kv_lens, starts, scale_log2, rows,
     stride_q, stride_out, stride_table,
     stride_k_block, stride_k_token, stride_k_head,
     stride_v_block, stride_v_token, stride_v_head,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -121,25 +132,34 @@ def _paged_prefill_kernel(
     acc = tl.zeros((TILE_M, D), tl.float32)
     top = tl.full((TILE_M,), -float("inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
-    k_head = k_cache + head * stride_k_head
-    v_head = v_cache + head * stride_v_head
     full = (kv_len - tokens + token + 1) // TILE_N * TILE_N
     last = tl.minimum(kv_len, kv_len - tokens + token + TOKENS)
     acc, top, total = _attend(
-        acc, top, total, query, q_position, k_head, v_head, table, 0, full, kv_len, scale_log2,
-        stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-        False, D, BLOCK, TILE_N,
+        acc, top, total, query, q_position,
+        k_cache, v_cache, table, head, 0, full, kv_len, scale_log2,
+        stride_k_block, stride_k_token, stride_k_head,
+        stride_v_block, stride_v_token, stride_v_head,
+        False, TMA, D, BLOCK, TILE_N,
     )  # fmt: skip
     acc, top, total = _attend(
-        acc, top, total, query, q_position, k_head, v_head, table, full, last, kv_len, scale_log2,
-        stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-        True, D, BLOCK, TILE_N,
+        acc, top, total, query, q_position,
+        k_cache, v_cache, table, head, full, last, kv_len, scale_log2,
+        stride_k_block, stride_k_token, stride_k_head,
+        stride_v_block, stride_v_token, stride_v_head,
+        True, TMA, D, BLOCK, TILE_N,
     )  # fmt: skip
     acc = acc / total[:, None]
     out_at = (start + own).to(tl.int64) * stride_out + q_head * D
     tl.store(
         out + out_at[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None]
     )
+
+
+def _descriptor(cache: Tensor, tile: int) -> TensorDescriptor:
+    """The bulk copy engine's view of a cache: [blocks * block size, KV heads * D] in head tiles."""
+    blocks, block_size, kv_heads, head_dim = cache.shape
+    flat = cache.view(blocks * block_size, kv_heads * head_dim)
+    return TensorDescriptor.from_tensor(flat, [tile, head_dim])
 
 
 def paged_prefill_attention(
@@ -168,11 +188,17 @@ def paged_prefill_attention(
     rows = kv_lens.shape[0]
     group = heads // kv_heads
     per_tile = config.tile_m // group
+    tma = config.tma and k_cache.is_contiguous() and k_cache.shape[1] % config.tile_n == 0
+    k_source, v_source = (
+        (_descriptor(k_cache, config.tile_n), _descriptor(v_cache, config.tile_n))
+        if tma
+        else (k_cache, v_cache)
+    )
     _paged_prefill_kernel[(kv_heads, tokens // per_tile + rows)](
-        out, q, k_cache, v_cache, block_tables, kv_lens, starts, scale * LOG2_E, rows,
+        out, q, k_source, v_source, block_tables, kv_lens, starts, scale * LOG2_E, rows,
         q.stride(0), out.stride(0), block_tables.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
-        GROUP=group, D=head_dim, BLOCK=k_cache.shape[1],
+        TMA=tma, GROUP=group, D=head_dim, BLOCK=k_cache.shape[1],
         TOKENS=per_tile, TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

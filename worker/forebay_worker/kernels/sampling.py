@@ -10,9 +10,9 @@ noise. An id with logit x is kept when all of these hold, ties included:
     min_p:  exp((x - max) / temperature) >= min_p
 
 Kept ids are those from some logit on, so no threshold is needed to test one: if the argmax over
-*all* ids is kept, it is also the argmax over the kept ones, and if it is not, nothing at or below its
-logit is, and the search goes on above it. With top_p = 0.95 the first try holds 95 times in 100, and each
-further try halves the remaining probability or better. Only top_p after top_k needs the threshold
+*all* ids is kept, it is also the argmax over the kept ones, and if it is not, nothing at or below
+its logit is, and the search goes on above it. With top_p = 0.95 the first try holds 95 times in
+100, and each further try halves the remaining probability or better. Only top_p after top_k needs the threshold
 of top_k itself: a radix selection over the ordered bits, two passes for bfloat16.
 
 Several programs share a row's first pass; the one that arrives last merges and filters. It
@@ -83,7 +83,7 @@ def _gumbel(bits):
 
 @triton.jit
 def _best(row, first, last, above, inverse, key0, key1, BLOCK: tl.constexpr):
-    """Best id in first..last with a logit above `above`: (value, id, logit); also max and NaN count.
+    """Best id in first..last with a logit above `above`: value, id, logit; also max and NaN count.
 
     `inverse` is 1 / temperature, or 0 for greedy: then the value is the logit itself.
     """
@@ -239,18 +239,17 @@ class SamplingScratch(NamedTuple):
     arrivals: Tensor
 
 
-def make_scratch(rows: int, device: torch.device) -> SamplingScratch:
-    splits = _splits(rows)
+def make_scratch(rows: int, device: torch.device, programs: int = _PROGRAMS) -> SamplingScratch:
+    """Scratch for `rows` rows whose first pass takes about `programs` programs.
+
+    A row gets a power of two of them, at most 32: 5,000 ids each of a vocabulary of 151,936.
+    """
+    splits = min(32, triton.next_power_of_2(max(1, programs // rows) + 1) // 2)
     return SamplingScratch(
         torch.empty((rows, splits, 4), dtype=torch.float32, device=device),
         torch.empty((rows, splits), dtype=torch.int32, device=device),
         torch.zeros((rows,), dtype=torch.int32, device=device),
     )
-
-
-def _splits(rows: int) -> int:
-    """Programs per row: a power of two, at most 32 (5,000 ids each of a vocabulary of 151,936)."""
-    return min(32, triton.next_power_of_2(max(1, _PROGRAMS // rows) + 1) // 2)
 
 
 def sample(
@@ -263,8 +262,9 @@ def sample(
 ) -> None:
     """Writes a token per row of logits [R, V] to `tokens` [R] int64.
 
-    `corrupt` [R] int32 becomes 1 for a row with a NaN or without a finite largest logit, whose token
-    is then 0. The last dimension of `logits` is contiguous; -inf masks an id. `scratch` is of R rows.
+    `corrupt` [R] int32 becomes 1 for a row with a NaN or without a finite largest logit, whose
+    token is then 0. The last dimension of `logits` is contiguous; -inf masks an id. `scratch` is of
+    R rows.
     """
     count, vocab = logits.shape
     splits = scratch.partial_ids.shape[1]

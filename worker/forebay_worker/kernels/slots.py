@@ -1,8 +1,8 @@
-"""The device's record of running sequences: a decode step's inputs come from it and go back to it.
+"""The device's record of running sequences: a decode step reads its inputs there and writes back.
 
 A slot is a sequence's row in the table; slot 0 is nobody's and pads a batch to its graph's size.
-The host writes a slot when a sequence enters or gets a block. From step to step the device keeps the
-last token and the length itself, so a step can be launched before the host has seen the last one.
+The host writes a slot when a sequence enters or gets a block. From step to step the device keeps
+the last token and the length itself, so that a step can be launched before the host saw the last.
 
     prepare:  token = last_token[slot];  position = length[slot];  kv_len = position + 1
               kv_slot = block_tables[slot, position // B] * B + position % B      (-1 for slot 0)
@@ -39,7 +39,7 @@ class DecodeInputs(NamedTuple):
     kv_lens: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table", "rows"])
 def _prepare_decode_kernel(
     token_ids, positions, kv_slots, kv_lens, slots, last_token, length, block_tables,
     stride_table, rows, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -59,7 +59,7 @@ def _prepare_decode_kernel(
 
 
 def prepare_decode(table: SlotTable, slots: Tensor, inputs: DecodeInputs, block_size: int) -> None:
-    """Fills `inputs` for the rows' `slots` [R] int32; a row of slot 0 gets length 0 and no KV slot."""
+    """Fills `inputs` for the rows' `slots` [R] int32; slot 0 gets length 0 and no KV slot."""
     rows = slots.shape[0]
     size = min(128, triton.next_power_of_2(rows))
     _prepare_decode_kernel[(triton.cdiv(rows, size),)](
@@ -68,7 +68,7 @@ def prepare_decode(table: SlotTable, slots: Tensor, inputs: DecodeInputs, block_
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "depth"])
 def _feed_back_kernel(
     last_token, length, ring, step, tokens, slots, stride_ring, rows, depth, ROWS: tl.constexpr
 ):
@@ -88,9 +88,9 @@ def _feed_back_kernel(
 def feed_back(table: SlotTable, slots: Tensor, tokens: Tensor, ring: Tensor, step: Tensor) -> None:
     """Hands the sampled `tokens` [R] int64 to the slots' next step and to the host.
 
-    `ring` [depth, most rows] int64 takes the tokens at row `step` % depth, and `step` [1] int64 goes
-    up by one, both on the device, so that a captured graph moves on by itself. Slots of one step
-    differ, but for slot 0.
+    `ring` [depth, most rows] int64 takes the tokens at row `step` % depth, and `step` [1] int64
+    goes up by one, both on the device, so that a captured graph moves on by itself. Slots of one
+    step differ, but for slot 0.
     """
     rows = slots.shape[0]
     _feed_back_kernel[(1,)](
