@@ -12,7 +12,10 @@ from forebay_worker.llm import LLM
 from tiny_models import VOCAB, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-TEMPLATE = "{% for m in messages %}w3 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
+TEMPLATE = (
+    "{% for message in messages %}w3 {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}w4{% endif %}"
+)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
@@ -76,9 +79,8 @@ def test_a_prompt_that_cannot_run_raises_and_leaves_the_model_usable(llm: LLM) -
 
 def test_more_prompts_than_a_servers_queue_run(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=1, temperature=0)
-    assert (
-        len(llm.generate([[3, at % VOCAB] for at in range(1100)], sampling, progress=False)) == 1100
-    )
+    prompts = [[3, at % VOCAB] for at in range(1100)]
+    assert len(llm.generate(prompts, sampling, progress=False)) == 1100
 
 
 def test_an_unknown_setting_or_model_is_named(directory: Path) -> None:

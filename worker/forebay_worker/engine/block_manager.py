@@ -77,30 +77,24 @@ class BlockManager:
         tokens, size = sequence.token_ids, self.block_size
         parent: int | str = sequence.cache_salt
         hits: list[int] = []
-        for at in range((len(tokens) - 1) // size):
-            held = self._published.get(sequence.block_hashes[at])
+        for start, digest in zip(
+            range(0, len(tokens) - size, size), sequence.block_hashes, strict=False
+        ):
+            held = self._published.get(digest)
             if held is None:
                 break
             block = self._blocks[held]
-            if block.parent != parent or block.token_ids != tokens[at * size : (at + 1) * size]:
+            if block.parent != parent or block.token_ids != tokens[start : start + size]:
                 break
             hits.append(held)
             parent = block.serial
         return hits
 
-    def promised_to(self, sequence: Sequence, num_hits: int) -> bytes | None:
-        """The last block of the run after its hits that others are computing now, by its hash."""
-        last = None
-        for digest in sequence.block_hashes[
-            num_hits : (len(sequence.token_ids) - 1) // self.block_size
-        ]:
-            if digest not in self._promised:
-                break
-            last = digest
-        return last
-
-    def is_promised(self, digest: bytes | None) -> bool:
-        return digest is not None and digest in self._promised
+    def is_promised(self, sequence: Sequence, num_hits: int) -> bool:
+        """Whether a running sequence is computing the block that this one needs after its hits."""
+        if num_hits >= (len(sequence.token_ids) - 1) // self.block_size or not self._caching:
+            return False
+        return sequence.block_hashes[num_hits] in self._promised
 
     def admit(self, sequence: Sequence, hits: list[int], spare: int) -> bool:
         """Gives `sequence` its hits and blocks for all its other tokens, when `spare` stay free.

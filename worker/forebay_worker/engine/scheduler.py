@@ -17,7 +17,7 @@ from forebay_worker.engine.block_manager import BlockManager
 from forebay_worker.engine.sequence import Sequence
 from forebay_worker.engine.waiting import WaitingQueue
 
-_MAX_PASSED_OVER = 64
+_MAX_PASSED_OVER = 16
 """Followers of a running prefill that one step looks past at most: it bounds the host time."""
 
 
@@ -53,6 +53,8 @@ class Scheduler:
         self._blocks = blocks
         self._max_running = min(max_num_seqs, token_budget)
         self._token_budget = token_budget
+        self._stuck: Sequence | None = None
+        self._stuck_room = 0
 
     @property
     def idle(self) -> bool:
@@ -121,34 +123,35 @@ class Scheduler:
         self.waiting.push_back(sequence)
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
+        """Starts waiting sequences in their order until one does not fit.
+
+        One whose next block a running sequence is computing is passed over, until it can have it.
+        """
         passed_over: list[Sequence] = []
         while budget > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.head()
-            if sequence is None or len(passed_over) == _MAX_PASSED_OVER:
+            if sequence is None or self._is_stuck(sequence) or len(passed_over) == _MAX_PASSED_OVER:
                 break
-            hits = self._hits_or_wait(sequence)
-            if hits is None:
+            hits = self._blocks.match(sequence)
+            if self._blocks.is_promised(sequence, len(hits)):
                 self.waiting.pop(sequence)
                 passed_over.append(sequence)
-                continue
-            # One spare block for each running sequence: what is admitted is not soon preempted.
-            if not self._blocks.admit(sequence, hits, spare=len(self.running)):
-                break
-            budget -= self._start(plan, sequence, budget)
+            elif self._blocks.admit(sequence, hits, spare=len(self.running)):
+                budget -= self._start(plan, sequence, budget)
+            else:
+                self._stuck, self._stuck_room = sequence, self._room
         for sequence in reversed(passed_over):
             self.waiting.push_back(sequence)
 
-    def _hits_or_wait(self, sequence: Sequence) -> list[int] | None:
-        """Its prefix hits; None while a running sequence computes more of its prefix.
+    @property
+    def _room(self) -> int:
+        """Blocks to admit into: one stays spare for each running sequence, so that what is admitted
+        is not soon preempted."""
+        return self._blocks.num_free - len(self.running)
 
-        It waits for the last block that they share, so that a long prefill costs one match, not one
-        per step.
-        """
-        if self._blocks.is_promised(sequence.awaits):
-            return None
-        hits = self._blocks.match(sequence)
-        sequence.awaits = self._blocks.promised_to(sequence, len(hits))
-        return hits if sequence.awaits is None else None
+    def _is_stuck(self, sequence: Sequence) -> bool:
+        """Whether it did not fit before and there is no more room now; saves a match per step."""
+        return sequence is self._stuck and self._room <= self._stuck_room
 
     def _start(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         """Moves an admitted sequence to the running ones; the tokens that its first chunk takes."""

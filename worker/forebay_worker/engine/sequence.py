@@ -41,7 +41,6 @@ class Sequence:
         arrived: seconds on the monotonic clock, as all times here.
         block_table, block_hashes, num_computed, num_published, chain: the block manager's.
         num_served: positions that its team has been charged for; the waiting queue's.
-        awaits: hash of a block that another sequence is computing and this one waits for.
         queued_tokens: tokens that it would have to prefill, for the load report.
     """
 
@@ -69,7 +68,6 @@ class Sequence:
     chain: int | str = ""
     num_served: int = 0
     preempted: bool = False
-    awaits: bytes | None = None
     queued_tokens: int = 0
 
     cached_tokens: int = 0
