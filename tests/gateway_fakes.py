@@ -162,24 +162,26 @@ class ScriptedBackend:
     )
 
     def __post_init__(self) -> None:
-        self._json = self.tokenizer.to_str().encode()
+        files = (self.tokenizer.to_str().encode(), self.template.encode())
+        self._blobs = {content_hash(data): data for data in files}
         self.answer = self.tokenizer.encode(ANSWER, add_special_tokens=False).ids
         self.script: Callable[[Job, int], Play] = lambda job, index: Play(self.answer)
 
     @property
     def card(self) -> ModelCard:
+        tokenizer, template = self._blobs
         return ModelCard(
             names=(MODEL, "scripted"),
             revision="r1",
             family="llama",
             engine="scripted",
-            tokenizer=content_hash(self._json),
+            tokenizer=tokenizer,
             vocab_size=self.tokenizer.get_vocab_size(),
             max_model_len=self.max_model_len,
             block_size=16,
             created=1_700_000_000,
             eos_token_ids=(2,),
-            chat_template=content_hash(self.template.encode()),
+            chat_template=template,
             capabilities=self.capabilities,
             generation_defaults=dict(self.generation_defaults),
         )
@@ -203,8 +205,7 @@ class ScriptedBackend:
         return ScriptedGeneration(self, job)
 
     async def blob(self, sha256: str) -> bytes:
-        blobs = {content_hash(data): data for data in (self._json, self.template.encode())}
-        return blobs[sha256]
+        return self._blobs[sha256]
 
     async def metrics(self) -> str:
         return generate_latest(self.telemetry.registry).decode()

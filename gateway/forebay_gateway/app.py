@@ -22,12 +22,17 @@ def create_app(
     settings: GatewaySettings, backend: Services, draining: Callable[[], bool] = lambda: False
 ) -> Edge:
     """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
-    service = OpenAIService(backend, Renderers(backend.store.blob))
+    renderers = Renderers(backend.store.blob)
+    service = OpenAIService(backend, renderers)
+
+    async def warm() -> None:
+        await renderers.warm(backend.roster.cards())
+
     routes = Litestar(
         route_handlers=[
             *generation_routes(service, settings.max_body_bytes),
             *model_routes(backend.roster),
-            *health_routes(backend, draining),
+            *health_routes(backend, draining, warm),
         ],
         exception_handlers={Exception: _answer_error},
         openapi_config=None,

@@ -31,6 +31,9 @@ def run(settings: GatewaySettings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
+    server_log = logging.getLogger("uvicorn.error")
+    server_log.setLevel(logging.ERROR)  # anybody can make it warn, once per bad request
+    server_log.addFilter(_is_news)
     try:
         listener = _listen(settings)
     except OSError as error:
@@ -82,3 +85,8 @@ def server_config(app: Callable[..., object], settings: GatewaySettings) -> uvic
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
     )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether uvicorn's record is worth a line: requests cut off by the drain time are not."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

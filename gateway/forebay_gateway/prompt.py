@@ -6,6 +6,7 @@ may write control tokens. It knows no HTTP dialect and no bus; blobs come from w
 """
 
 import asyncio
+import ctypes
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -173,10 +174,17 @@ class Renderers:
         self._ready.move_to_end(key)
         return renderer
 
+    async def warm(self, cards: Sequence[ModelCard]) -> None:
+        """Loads the renderers of these models, as many as are kept."""
+        for card in cards[:MAX_RENDERERS]:
+            await self.get(card)
+
     async def _load(self, card: ModelCard) -> Renderer:
         tokenizer = await self._blob(card.tokenizer)
         template = None if card.chat_template is None else await self._blob(card.chat_template)
-        return await self.in_thread(lambda: Renderer(card, tokenizer, template))
+        renderer = await self.in_thread(lambda: Renderer(card, tokenizer, template))
+        _give_memory_back()
+        return renderer
 
     async def run(self, work: Callable[[], T], chars: int) -> T:
         """`work` inline when it is about few characters, else in a thread."""
@@ -187,6 +195,13 @@ class Renderers:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _give_memory_back() -> None:
+    """Parsing a tokenizer leaves holes: 34 of 112 MB with 49,152 tokens. glibc can close them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _renderer_key(card: ModelCard) -> tuple[object, ...]:

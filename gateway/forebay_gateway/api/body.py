@@ -1,11 +1,14 @@
 """Reads a request's body: JSON only, within a limit, declared or chunked. Knows no schema."""
 
+import asyncio
 from collections.abc import Mapping
 
 from forebay_shared.errors import InvalidRequestError, MediaTypeError, PayloadTooLargeError
 from litestar.types import Receive
 
 from forebay_gateway.api.errors import ClientGoneError
+
+BODY_TIMEOUT_S = 60.0
 
 
 async def read_json_body(
@@ -24,7 +27,11 @@ async def read_json_body(
     declared = headers.get(b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared[:20]) > limit):
         raise _too_large(limit)
-    return await _read(receive, limit)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read(receive, limit)
+    except TimeoutError:
+        raise InvalidRequestError("The body did not arrive in time.") from None
 
 
 async def _read(receive: Receive, limit: int) -> bytes | bytearray:

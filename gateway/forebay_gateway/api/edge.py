@@ -4,11 +4,13 @@ In order: a request id, CORS and preflight, the key, a place among the open requ
 routes. It answers itself when one of these fails, and counts every answer. It knows no dialect.
 """
 
+import asyncio
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 
+from forebay_shared.errors import OverloadedError
 from forebay_shared.telemetry import GatewayMetrics
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
@@ -20,6 +22,8 @@ from forebay_gateway.auth import METRICS_PATH, OPEN_PATHS, Keyring
 _CALLER = "forebay_caller"
 _HEADERS = "forebay_headers"
 _CLIENT_CLOSED = 499
+
+_ENDING = "The server is shutting down."
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _UNBOUNDED = OPEN_PATHS | {METRICS_PATH}
@@ -89,14 +93,17 @@ class Edge:
             await self._admitted(scope, receive, send_out, path, headers)
         except ClientGoneError:
             pass
+        except asyncio.CancelledError:
+            if status == _CLIENT_CLOSED:
+                await error_answer(OverloadedError(_ENDING))(scope, receive, send_out)
+            raise
         except Exception as error:
             if status != _CLIENT_CLOSED:
                 raise  # the answer has begun: the server closes the connection
             await error_answer(error)(scope, receive, send_out)
         finally:
             telemetry.open_requests.dec()
-            route = _ROUTES.get(path, "other")
-            telemetry.http_request(route, status, time.perf_counter() - started)
+            telemetry.http_request(_route(path), status, time.perf_counter() - started)
 
     async def _admitted(
         self,
@@ -140,6 +147,11 @@ class Edge:
                     (b"access-control-expose-headers", b"x-request-id, retry-after"),
                 ]
         return extra
+
+
+def _route(path: str) -> str:
+    """The metrics' name of a path: one of a few, whatever clients send."""
+    return "models" if path.startswith("/v1/models/") else _ROUTES.get(path.rstrip("/"), "other")
 
 
 def _as_routed(scope: HTTPScope) -> HTTPScope:

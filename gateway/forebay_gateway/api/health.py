@@ -1,6 +1,6 @@
 """Is it alive, can it serve, what is it, how is it doing. Nothing here waits for a worker."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
 import msgspec
@@ -15,7 +15,10 @@ from forebay_gateway.api.respond import Answer
 _EXPOSITION = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-def health_routes(backend: Services, draining: Callable[[], bool]) -> list[HTTPRouteHandler]:
+def health_routes(
+    backend: Services, draining: Callable[[], bool], warm: Callable[[], Awaitable[None]]
+) -> list[HTTPRouteHandler]:
+    """`warm` loads what the first request would have to wait for, so that ready means fast."""
     about = msgspec.json.encode({"version": version("forebay-gateway")})
 
     @get("/health")
@@ -28,6 +31,7 @@ def health_routes(backend: Services, draining: Callable[[], bool]) -> list[HTTPR
             raise OverloadedError("The gateway is shutting down.", retry_after_s=1.0)
         if not backend.roster.ready:
             raise NoWorkerError("No worker is ready.", retry_after_s=1.0)
+        await warm()
         return Answer(b'{"status":"ready"}')
 
     @get("/version")

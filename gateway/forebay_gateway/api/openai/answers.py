@@ -13,7 +13,7 @@ from prometheus_client import Gauge
 
 from forebay_gateway.api.connection import while_connected
 from forebay_gateway.api.errors import ClientGoneError, foreseen
-from forebay_gateway.api.openai.generate import FinishReason, Transcript, Update
+from forebay_gateway.api.openai.generate import FinishReason, Transcript, Update, Usage
 from forebay_gateway.api.openai.shapes import Shape, UsageFields
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.api.sse import DONE, EventStream
@@ -81,7 +81,7 @@ class StreamedAnswer:
     async def _write(self, stream: EventStream) -> None:
         transcript, shape = self._transcript, self._shape
         updates = await self._early()
-        usage = transcript.usage
+        usage = self._running_usage()
         opening = b"".join([shape.opening(index, usage) for index in range(transcript.size)])
         events = opening + self._events(updates)
         while not transcript.done:
@@ -106,8 +106,13 @@ class StreamedAnswer:
     def _events(self, updates: list[Update]) -> bytes:
         if not updates:
             return b""
-        usage = self._transcript.usage
+        usage = self._running_usage()
         return b"".join([self._shape.events(update, usage) for update in updates])
+
+    def _running_usage(self) -> Usage | None:
+        """What every event is to carry; None when only the last one does, or none."""
+        wanted = self._shape.usage_fields is UsageFields.ALWAYS
+        return self._transcript.usage if wanted else None
 
 
 @contextmanager

@@ -21,6 +21,10 @@ from forebay_gateway.output import Output, OutputOptions, Vocabulary
 FinishReason = Literal["stop", "length"]
 
 
+_News = tuple[int, list[Event] | Exception]
+_NEWS_LIMIT = 256
+
+
 class Update(msgspec.Struct, gc=False):
     """What one choice got: text, the tokens behind it, and the reason when it is at its end."""
 
@@ -68,7 +72,8 @@ class Transcript:
         self._choices = [_Choice(Output(vocabulary, options)) for _ in range(self._n * len(jobs))]
         self._cached = [0] * len(jobs)
         self._open = len(self._choices)
-        self._waiting: dict[asyncio.Task[list[Event]], int] = {}
+        self._news: asyncio.Queue[_News] = asyncio.Queue(_NEWS_LIMIT)
+        self._pumps: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -78,6 +83,11 @@ class Transcript:
         except BaseException:
             await self._stack.aclose()
             raise
+        if len(self._generations) > 1:
+            self._pumps = [
+                asyncio.create_task(self._pump(number), name=f"prompt-{number}")
+                for number in range(len(self._generations))
+            ]
         return self
 
     async def __aexit__(
@@ -86,8 +96,8 @@ class Transcript:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._waiting:
-            task.cancel()
+        for pump in self._pumps:
+            pump.cancel()
         await self._stack.__aexit__(kind, error, trace)
 
     @property
@@ -109,22 +119,26 @@ class Transcript:
 
     async def advance(self) -> list[Update]:
         """Waits, then returns all that is ready together; may be empty. Raises ForebayError."""
-        if len(self._generations) == 1:
+        if not self._pumps:
             return self._updates(0, await self._generations[0].events())
-        return [
-            update
-            for number, events in await self._any_events()
-            for update in self._updates(number, events)
-        ]
+        news = [await self._news.get()]
+        while not self._news.empty():
+            news.append(self._news.get_nowait())
+        updates: list[Update] = []
+        for number, events in news:
+            if isinstance(events, Exception):
+                raise events
+            updates += self._updates(number, events)
+        return updates
 
-    async def _any_events(self) -> list[tuple[int, list[Event]]]:
-        """What the first jobs with news say. A cancelled wait loses nothing: tasks are kept."""
-        for number, generation in enumerate(self._generations):
-            if number not in self._waiting.values() and self._is_open(number):
-                task = asyncio.create_task(generation.events(), name=f"prompt-{number}")
-                self._waiting[task] = number
-        ready, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
-        return [(self._waiting.pop(task), task.result()) for task in ready]
+    async def _pump(self, number: int) -> None:
+        """Carries what one of several jobs says, and how it fails, to the common queue."""
+        generation = self._generations[number]
+        try:
+            while self._is_open(number):
+                await self._news.put((number, await generation.events()))
+        except Exception as error:
+            await self._news.put((number, error))
 
     def _is_open(self, number: int) -> bool:
         first = number * self._n

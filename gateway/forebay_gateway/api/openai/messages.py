@@ -23,11 +23,6 @@ def conversation(messages: list[ClientMessage]) -> list[Message]:
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def text_size(messages: list[Message]) -> int:
-    """Characters of all contents: what decides whether rendering goes to a thread."""
-    return sum(len(str(message["content"])) for message in messages)
-
-
 def _message(message: ClientMessage, at: str) -> Message:
     role = message.role
     if role not in ROLES:

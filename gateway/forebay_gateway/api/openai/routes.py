@@ -1,4 +1,4 @@
-"""The routes of the OpenAI dialect: decode, one call, encode."""
+"""The routes of the OpenAI dialect: read, one call, answer."""
 
 import msgspec
 from forebay_shared.models import ModelCard
@@ -10,7 +10,6 @@ from litestar.types import ASGIApp
 
 from forebay_gateway.api.body import read_json_body
 from forebay_gateway.api.edge import caller, raw_headers
-from forebay_gateway.api.openai.schema import decode_chat, decode_completion
 from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.ports import Models
 from forebay_gateway.api.respond import Answer
@@ -38,13 +37,13 @@ def generation_routes(service: OpenAIService, max_body_bytes: int) -> list[HTTPR
     async def chat_completions(request: HTTPRequest) -> ASGIApp:
         headers = raw_headers(request.scope)
         body = await read_json_body(headers, request.receive, max_body_bytes)
-        return await service.chat(decode_chat(body), caller(request.scope))
+        return await service.chat(body, caller(request.scope))
 
     @post("/v1/completions", status_code=200)
     async def completions(request: HTTPRequest) -> ASGIApp:
         headers = raw_headers(request.scope)
         body = await read_json_body(headers, request.receive, max_body_bytes)
-        return await service.complete(decode_completion(body), caller(request.scope))
+        return await service.complete(body, caller(request.scope))
 
     return [chat_completions, completions]
 

@@ -1,4 +1,4 @@
-"""The OpenAI dialect's generation calls: from a decoded request to an answer that is ready to run.
+"""The OpenAI dialect's generation calls: from a body to an answer that is ready to run.
 
 Everything that can be wrong with a request is found here, before any answer begins. It knows no
 Litestar route and no Redis.
@@ -18,8 +18,14 @@ from forebay_gateway.api.openai import params
 from forebay_gateway.api.openai.answers import StreamedAnswer, WholeAnswer
 from forebay_gateway.api.openai.generate import Transcript
 from forebay_gateway.api.openai.logprobs import ChatLogprobs, CompletionLogprobs
-from forebay_gateway.api.openai.messages import conversation, text_size
-from forebay_gateway.api.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
+from forebay_gateway.api.openai.messages import conversation
+from forebay_gateway.api.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    decode_chat,
+    decode_completion,
+)
 from forebay_gateway.api.openai.shapes import (
     ChatShape,
     CompletionShape,
@@ -49,15 +55,16 @@ class OpenAIService:
         self._backend = backend
         self._renderers = renderers
 
-    async def chat(self, request: ChatRequest, team: str) -> ASGIApp:
+    async def chat(self, body: bytes | bytearray, team: str) -> ASGIApp:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
+        size = len(body)
+        request = await self._renderers.run(lambda: decode_chat(body), size)
         card = self._backend.roster.find(request.model)
         options = _template_options(request)
-        messages = conversation(request.messages)
         logprobs = params.chat_logprobs(request, card)
         renderer = await self._renderers.get(card)
         prompt = await self._renderers.run(
-            lambda: renderer.chat(messages, options), text_size(messages)
+            lambda: renderer.chat(conversation(request.messages), options), size
         )
         room = _room(card, prompt, "messages")
         sampling = params.sampling_params(
@@ -73,12 +80,14 @@ class OpenAIService:
         )
         return self._answer(request, [job], renderer, shape)
 
-    async def complete(self, request: CompletionRequest, team: str) -> ASGIApp:
+    async def complete(self, body: bytes | bytearray, team: str) -> ASGIApp:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
+        size = len(body)
+        request = await self._renderers.run(lambda: decode_completion(body), size)
         card = self._backend.roster.find(request.model)
         logprobs = params.completion_logprobs(request, card)
         renderer = await self._renderers.get(card)
-        prompts = await self._prompts(request, card, renderer)
+        prompts = await self._prompts(request, card, renderer, size)
         answer_id = _new_id("cmpl")
         jobs = [
             _job(
@@ -109,7 +118,7 @@ class OpenAIService:
         return self._answer(request, jobs, renderer, shape)
 
     async def _prompts(
-        self, request: CompletionRequest, card: ModelCard, renderer: Renderer
+        self, request: CompletionRequest, card: ModelCard, renderer: Renderer, size: int
     ) -> list[_Prompt]:
         prompts = _split_prompts(request.prompt)
         if len(prompts) > MAX_PROMPTS or len(prompts) * (request.n or 1) > MAX_CHOICES:
@@ -117,17 +126,9 @@ class OpenAIService:
                 f"A request may hold at most {MAX_PROMPTS} prompts and {MAX_CHOICES} choices.",
                 param="prompt",
             )
-        for prompt in prompts:
-            if not prompt:
-                raise InvalidRequestError("prompt must not be empty.", param="prompt")
-            if not isinstance(prompt, str) and not all(0 <= i < card.vocab_size for i in prompt):
-                raise InvalidRequestError(
-                    f"prompt must hold token ids between 0 and {card.vocab_size - 1}.",
-                    param="prompt",
-                )
-        size = sum(map(len, prompts))
+        echo = bool(request.echo)
         return await self._renderers.run(
-            lambda: [_encode(renderer, prompt, echo=bool(request.echo)) for prompt in prompts],
+            lambda: [_encode(renderer, prompt, card.vocab_size, echo=echo) for prompt in prompts],
             size,
         )
 
@@ -178,9 +179,15 @@ def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list
     return texts or lists
 
 
-def _encode(renderer: Renderer, prompt: str | list[int], *, echo: bool) -> _Prompt:
+def _encode(renderer: Renderer, prompt: str | list[int], vocab_size: int, *, echo: bool) -> _Prompt:
+    if not prompt:
+        raise InvalidRequestError("prompt must not be empty.", param="prompt")
     if isinstance(prompt, str):
         return _Prompt(renderer.text(prompt), prompt)
+    if not all(0 <= token_id < vocab_size for token_id in prompt):
+        raise InvalidRequestError(
+            f"prompt must hold token ids between 0 and {vocab_size - 1}.", param="prompt"
+        )
     return _Prompt(prompt, renderer.decode(prompt) if echo else "")
 
 

@@ -76,7 +76,7 @@ class Shape:
             _encode(identity.model),
         )
 
-    def opening(self, index: int, usage: Usage) -> bytes:
+    def opening(self, index: int, usage: Usage | None) -> bytes:
         """The event that comes before any token of a choice, if there is one."""
         raise NotImplementedError
 
@@ -89,8 +89,8 @@ class Shape:
     def _message(self, index: int, text: str) -> bytes:
         raise NotImplementedError
 
-    def events(self, update: Update, usage: Usage) -> bytes:
-        """The events of one update: its text, then its end."""
+    def events(self, update: Update, usage: Usage | None) -> bytes:
+        """The events of one update: its text, then its end; each with `usage` when it is given."""
         events = b""
         if update.text or (self._logprobs and update.token_ids):
             logprobs = self._logprobs[update.index].chunk(update) if self._logprobs else b"null"
@@ -101,13 +101,9 @@ class Shape:
         return events
 
     def _event(
-        self, index: int, delta: bytes, logprobs: bytes, reason: bytes, usage: Usage
+        self, index: int, delta: bytes, logprobs: bytes, reason: bytes, usage: Usage | None
     ) -> bytes:
-        tail = (
-            b'],"usage":%b}\n\n' % _usage(usage)
-            if self.usage_fields is UsageFields.ALWAYS
-            else self._tail
-        )
+        tail = self._tail if usage is None else b'],"usage":%b}\n\n' % _usage(usage)
         return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._head,
             index,
@@ -148,7 +144,7 @@ class ChatShape(Shape):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def opening(self, index: int, usage: Usage) -> bytes:
+    def opening(self, index: int, usage: Usage | None) -> bytes:
         delta = b'"delta":{"role":"assistant","content":""}'
         return self._event(index, delta, b"null", b"null", usage)
 
@@ -166,7 +162,7 @@ class CompletionShape(Shape):
     chunk_object = "text_completion"
     whole_object = "text_completion"
 
-    def opening(self, index: int, usage: Usage) -> bytes:
+    def opening(self, index: int, usage: Usage | None) -> bytes:
         if not self._echoes:
             return b""
         return self._event(index, self._delta(self._echoes[index]), b"null", b"null", usage)
