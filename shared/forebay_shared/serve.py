@@ -102,7 +102,7 @@ class _House:
             self._keep(group, self._redis)
             _say(f"redis {await self._redis_version(self._private)} is up, for this server alone")
         self._keep(group, self._gateways + self._workers)
-        _say(f"the worker is loading {self._settings.model or 'the demo model'}")
+        _say(f"the worker is loading {self._loaded}")
         await self._answer("/ready")
         name = json.loads(await self._answer("/v1/models"))["data"][0]["id"]
         host = self._settings.host
@@ -137,6 +137,12 @@ class _House:
             with contextlib.suppress(StartError):
                 return await asyncio.to_thread(check_server, private.url, "redis", 1.0)
             await asyncio.sleep(POLL_S)
+
+    @property
+    def _loaded(self) -> str:
+        if self._settings.engine != "native":
+            return f"the engine {self._settings.engine}"
+        return self._settings.model or "the demo model"
 
     @property
     def _key(self) -> str:
