@@ -17,6 +17,7 @@ from forebay_shared import keys
 from forebay_shared.bus import Publisher, Reader
 from forebay_shared.errors import (
     BusError,
+    DeadlineError,
     ForebayError,
     NoWorkerError,
     OverloadedError,
@@ -45,6 +46,8 @@ LANE_PATIENCE_S = 2.5
 LANE_LIMIT = 16_384
 REPLACE_S = 6.0
 """Longest wait for another worker once one was lost: after the lease, an answer within 10 s."""
+OVERDUE_S = 5.0
+"""Past the queue's own deadline, which the engine watches, by so much."""
 BUS_AWAY_S = 8.0
 """Redis away for longer ends what waits for it."""
 
@@ -116,8 +119,7 @@ class Generation:
             box = placement.box
             events = self._ledger.fold(box.take())
             if self._ledger.accepted and not placement.accepted:
-                placement.accepted = True
-                self._dispatcher.accepted(self.job.request_id, placement)
+                self._accepted(placement)
             if not self._ledger.open:
                 placement.over = True
                 self._leave()
@@ -145,6 +147,22 @@ class Generation:
         self._ledger.begin()
         self.placement = self._dispatcher.submit(worker, self._message())
         return self.placement
+
+    def _accepted(self, placement: Placement) -> None:
+        """The worker holds the request: from now on, its lease and the deadline of the queue
+        count.
+        """
+        placement.accepted = True
+        placement.timer.cancel()
+        placement.timer = asyncio.get_running_loop().call_later(
+            self._dispatcher.queue_timeout_ms / 1000 + OVERDUE_S, self._overdue, placement
+        )
+        self._dispatcher.settle(self.job.request_id, placement)
+
+    def _overdue(self, placement: Placement) -> None:
+        """An engine ends what waits too long by itself, unless it hangs."""
+        if not self._ledger.begun:
+            placement.box.fail(DeadlineError("The request waited too long for its first step."))
 
     def _message(self) -> Submit:
         job = self.job
@@ -282,9 +300,8 @@ class Dispatcher:
         message = Cancel(request_id=request_id, attempt=placement.attempt, index=index)
         self._lane(placement.worker).send([message])
 
-    def accepted(self, request_id: str, placement: Placement) -> None:
-        """The worker holds the request: no more waiting for that, and its next report has it."""
-        placement.timer.cancel()
+    def settle(self, request_id: str, placement: Placement) -> None:
+        """The next report of the worker has the request in its load."""
         if (worker := self._roster.get(placement.worker)) is not None:
             worker.settle(request_id)
 

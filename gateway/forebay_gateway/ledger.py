@@ -33,14 +33,16 @@ class _Track:
 class Ledger:
     """The `n` sequences of a job over all its attempts.
 
-    Of the current attempt: `accepted`; `lost`, why it must be made again; `failed`, how the worker
-    gave it up. `repeated` counts the deltas that were dropped as old.
+    `begun` once anything ran. Of the current attempt: `accepted`; `lost`, why it must be made
+    again; `failed`, how the worker gave it up. `repeated` counts the deltas that were dropped as
+    old.
     """
 
-    __slots__ = ("_open", "accepted", "failed", "lost", "repeated")
+    __slots__ = ("_open", "accepted", "begun", "failed", "lost", "repeated")
 
     def __init__(self, n: int) -> None:
         self._open = {index: _Track() for index in range(n)}
+        self.begun = False
         self.repeated = 0
         self.begin()
 
@@ -87,7 +89,7 @@ class Ledger:
             elif isinstance(reply, Done):
                 self._done(reply, events)
             elif not track.started:
-                track.started = True
+                self.begun = track.started = True
                 events.append(reply)
         return events
 

@@ -27,8 +27,10 @@ LEASE_S = keys.LEASE_MS / 1000
 KEEP_CARD_S = 600.0
 """A model whose last worker went away stays known for so long: its requests wait, not 404."""
 SLOW_STEP_S = 10.0
-"""A worker whose engine has not come round for this long gets nothing new."""
-HUNG_STEP_S = 120.0
+"""A worker whose engine has not come round for this long gets nothing new while others are
+there.
+"""
+HUNG_STEP_S = 600.0
 """A worker whose engine has not come round for this long is lost."""
 
 _decode_card = msgspec.msgpack.Decoder(ModelCard).decode
@@ -64,7 +66,7 @@ class Worker:
     @property
     def open(self) -> bool:
         """It may get new requests."""
-        return self.card is not None and not self.draining and self.load.step_age_s < SLOW_STEP_S
+        return self.card is not None and not self.draining
 
     def place(self, request_id: str, tokens: int) -> None:
         self.placed[request_id] = tokens
@@ -124,7 +126,7 @@ class Roster:
         """The workers that may take a request for `card`: they give the answers that it
         promises.
         """
-        return [
+        able = [
             worker
             for worker in self._workers.values()
             if worker.open
@@ -132,6 +134,7 @@ class Roster:
             and worker.card.revision == card.revision
             and card.name in worker.card.names
         ]
+        return [worker for worker in able if worker.load.step_age_s < SLOW_STEP_S] or able
 
     def get(self, worker: str) -> Worker | None:
         return self._workers.get(worker)

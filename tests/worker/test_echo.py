@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 from forebay_shared.models import content_hash
 from forebay_shared.sampling import SamplingParams
@@ -140,6 +141,16 @@ def test_a_cancel_ends_running_and_waiting_sequences(slow: Driven) -> None:
     dones = [reply for reply in slow.ended(3) if isinstance(reply, Done)]
     assert sorted(done.index for done in dones) == [0, 1, 2]
     assert {done.finish_reason for done in dones} == {"abort"}
+
+
+def test_what_waits_past_its_deadline_fails_and_the_rest_goes_on(slow: Driven) -> None:
+    slow.engine.submit(_submit([1], *map(SequenceStart, range(2)), max_tokens=100))
+    late = msgspec.structs.replace(_submit([1], request_id="late"), queue_timeout_ms=50)
+    slow.engine.submit(late)
+    replies = slow.ended(3)
+    failed = next(reply for reply in replies if isinstance(reply, Failed))
+    assert (failed.request_id, failed.code) == ("late", "deadline_exceeded")
+    assert sum(isinstance(reply, Done) for reply in replies) == 2
 
 
 def test_a_stop_fails_what_still_runs_so_that_it_goes_elsewhere(slow: Driven) -> None:

@@ -31,8 +31,9 @@ LANE_LIMIT = 65_536
 ACCEPT_DELAY_S = 0.005
 """So long an Accepted waits for a first step to travel with: one packet instead of two."""
 GONE_S = keys.LEASE_MS / 1000
-HUNG_STEP_S = 120.0
-"""An engine whose thread has not come round for this long hangs."""
+HUNG_STEP_S = 600.0
+"""An engine whose thread has not come round for this long hangs; a long prefill of a large model on
+few cores takes minutes."""
 _POLL_S = 0.05
 
 RequestKey = tuple[str, int]
@@ -91,10 +92,10 @@ class Service:
         while True:
             if not self._engine.healthy or self._engine.load().step_age_s > HUNG_STEP_S:
                 raise EngineError("The engine has stopped.")
-            for gateway in list(self._lanes):
-                if self._open[gateway]:
+            for gateway, lane in list(self._lanes.items()):
+                if self._open[gateway] or not lane.idle:
                     self._check_lease(gateway)
-                elif self._lanes[gateway].idle:
+                else:
                     self._forget(gateway)
             await asyncio.sleep(keys.RENEW_S)
 

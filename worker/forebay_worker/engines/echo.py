@@ -9,12 +9,19 @@ each step and makes well over 50,000 tokens/s.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from forebay_shared.errors import ContextLengthError, ForebayError, OverloadedError
+from forebay_shared.errors import (
+    ContextLengthError,
+    DeadlineError,
+    ForebayError,
+    OverloadedError,
+    WorkerLostError,
+)
 from forebay_shared.models import CAP_GENERATE, CAP_LOGPROBS, ModelCard, content_hash
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import (
@@ -50,7 +57,7 @@ class _Sequence:
 
     __slots__ = (
         "alternatives", "arrived", "attempt", "cancelled", "enders", "first_token", "gateway",
-        "index", "last_token", "limit", "min_tokens", "position", "prompt", "request_id", "started",
+        "index", "last_token", "latest_start", "limit", "min_tokens", "position", "prompt", "request_id", "started",
     )  # fmt: skip
 
     def __init__(
@@ -71,9 +78,14 @@ class _Sequence:
             self.enders |= {END}
         self.cancelled = False
         self.arrived = time.monotonic()
+        self.latest_start = self.arrived + (submit.queue_timeout_ms / 1000 or math.inf)
         self.started = 0.0
         self.first_token = 0.0
         self.last_token = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.attempt
 
 
 @dataclass(slots=True)
@@ -156,10 +168,7 @@ class EchoEngine:
     def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
         with self._lock:
             for sequence in (*self._waiting, *self._running):
-                if (sequence.request_id, sequence.attempt) == (request_id, attempt) and index in (
-                    None,
-                    sequence.index,
-                ):
+                if sequence.key == (request_id, attempt) and index in (None, sequence.index):
                     sequence.cancelled = True
             self._wake.notify()
 
@@ -234,6 +243,7 @@ class EchoEngine:
         with self._lock:
             step.events, self._refusals = self._refusals, []
             self._drop_cancelled(step, now)
+            self._drop_expired(step, now)
             self._start_waiting(step, now)
             running = self._running
             waiting = len(self._waiting)
@@ -261,6 +271,16 @@ class EchoEngine:
                 self._end(sequence, "abort", None, step, now)
         self._running = [sequence for sequence in self._running if not sequence.cancelled]
         self._waiting = deque(one for one in self._waiting if not one.cancelled)
+
+    def _drop_expired(self, step: _Step, now: float) -> None:
+        """Fails the requests of which something still waits after its deadline."""
+        late = {one.key: one for one in self._waiting if one.latest_start < now}
+        if not late:
+            return
+        error = DeadlineError("The request waited too long for its first step.")
+        step.events.extend((one.gateway, _failed(one, error)) for one in late.values())
+        self._running = [one for one in self._running if one.key not in late]
+        self._waiting = deque(one for one in self._waiting if one.key not in late)
 
     def _start_waiting(self, step: _Step, now: float) -> None:
         while self._waiting and len(self._running) < self._settings.max_num_seqs:
@@ -337,13 +357,11 @@ def _logprobs(token: int, alternatives: int) -> list[TokenLogprobs]:
     return [TokenLogprobs(0.0, [(token, 0.0), *others][:alternatives])]
 
 
-def _failed(submit: Submit, error: ForebayError) -> Failed:
+def _failed(request: Submit | _Sequence, error: ForebayError) -> Failed:
     return Failed(
-        submit.request_id, submit.attempt, error.code, error.message, error.retryable, error.param
+        request.request_id, request.attempt, error.code, error.message, error.retryable, error.param
     )
 
 
 def _lost(sequence: _Sequence) -> tuple[str, Reply]:
-    return sequence.gateway, Failed(
-        sequence.request_id, sequence.attempt, "worker_lost", "The worker stopped.", retryable=True
-    )
+    return sequence.gateway, _failed(sequence, WorkerLostError("The worker stopped."))
