@@ -218,7 +218,7 @@ def in_turns(
 
 
 class Results:
-    """Rows of one benchmark: printed as they come, appended to results/<name>.csv at the end."""
+    """Rows of one benchmark: printed as they come, appended to results/<name>.csv by `write`."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self._path = RESULTS / f"{name}.csv"
@@ -268,6 +268,7 @@ class Results:
         print(f"{case:<16} {metric:<24} {target:<14} {row['median']:>10} {span:<24} {ratio}")
 
     def write(self) -> None:
+        """Appends the rows since the last call."""
         if not self._save:
             return
         RESULTS.mkdir(exist_ok=True)
@@ -278,6 +279,7 @@ class Results:
                 writer.writeheader()
             writer.writerows(self._rows)
         print(f"added {len(self._rows)} rows to {self._path}")
+        self._rows = []
 
 
 def _spread(values: list[float], prefix: str) -> dict[str, str]:

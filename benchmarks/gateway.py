@@ -68,9 +68,10 @@ def main() -> None:
         options.rounds, options.seconds = 2, "1"
     results = common.Results("gateway", options)
     measure_speed(options, results)
+    results.write()
     if not options.skip_memory:
         measure_memory(options, results)
-    results.write()
+        results.write()
 
 
 def measure_speed(options: argparse.Namespace, results: common.Results) -> None:
