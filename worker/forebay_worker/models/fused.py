@@ -28,6 +28,7 @@ class FusedDecoder:
     ) -> None:
         """Takes the weights out of the dict as it stacks them by layer, so that no third copy of
         them ever exists."""
+        self._run_step: Callable[..., None] = cpu_step.run_step
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="forebay-step")
         self._group = config.num_heads // config.num_kv_heads
@@ -54,12 +55,11 @@ class FusedDecoder:
             threads=self._threads,
         )
         arguments = (self._weights, inputs, cache.keys.numpy(), cache.values.numpy(), buffers)
-        run_step: Callable[..., None] = cpu_step.run_step
         others = [
-            self._pool.submit(run_step, *arguments, self._eps, thread, self._threads)
+            self._pool.submit(self._run_step, *arguments, self._eps, thread, self._threads)
             for thread in range(1, self._threads)
         ]
-        run_step(*arguments, self._eps, 0, self._threads)
+        self._run_step(*arguments, self._eps, 0, self._threads)
         for other in others:
             other.result()
         return torch.from_numpy(buffers.logits)
