@@ -51,6 +51,7 @@ class FakeRunner:
         return [self._run(row) for row in rows]
 
     def _run(self, row: ScheduledRow) -> Sampled | None:
+        assert row.num_new >= 1
         sequence, size = row.sequence, self.block_size
         slots = [block * size + at for block in sequence.block_table for at in range(size)]
         bad = row.samples and sequence.request_id in self.corrupt

@@ -1,6 +1,7 @@
 """Whatever joins, leaves, fails or is preempted: no leak, one end each, the right tokens."""
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from time import monotonic
 
 import pytest
@@ -13,50 +14,57 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-_PREFIXES = [[(family * 7 + at * 3) % 60 + 2 for at in range(24)] for family in range(3)]
+_PREFIXES = [[at * 3 % 60 + 2 for at in range(24)], [2, 3] * 12]
+"""One without and one with equal blocks at different places."""
 
 prompts = st.builds(
     lambda family, length, tail: _PREFIXES[family][:length] + tail,
-    st.integers(0, 2),
-    st.integers(0, 24),
-    st.lists(st.integers(2, 5), min_size=1, max_size=6),
+    st.integers(0, 1),
+    st.sampled_from([0, 1, 4, 7, 12, 15, 20, 24]),
+    st.sampled_from([[2], [3], [2, 3], [9, 8, 7], [2, 3, 2, 3]]),
 )
 samplings = st.builds(
     SamplingParams,
-    max_tokens=st.integers(0, 14),
+    max_tokens=st.sampled_from([0, 1, 6, 16, 30]),
     min_tokens=st.sampled_from([0, 0, 3]),
     seed=st.integers(0, 3),
     ignore_eos=st.booleans(),
-    stop_token_ids=st.sampled_from([(), (), tuple(range(2, 12))]),
+    stop_token_ids=st.sampled_from([(), (), (), tuple(range(2, 8))]),
 )
+
+
+def colliding_chain(_: bytes, token_ids: list[int], block_size: int) -> Iterator[bytes]:
+    """Hashes that know nothing of the prefix and little of the block."""
+    for at in range(block_size, len(token_ids) + 1, block_size):
+        yield bytes([sum(token_ids[at - block_size : at]) % 7])
 
 
 class EngineMachine(RuleBasedStateMachine):
     """A core over the fake model, with clients that come, go and are resumed."""
 
     @initialize(
-        num_blocks=st.integers(4, 24),
+        pool_tokens=st.integers(30, 100),
         block_size=st.integers(1, 5),
         max_num_seqs=st.integers(1, 6),
-        budget=st.integers(1, 24),
-        caching=st.booleans(),
-        hash_bytes=st.sampled_from([0, 8, 8]),
+        budget=st.sampled_from([1, 3, 8, 20, 64]),
+        caching=st.sampled_from([True, True, False]),
+        faults=st.booleans(),
+        hashing=st.sampled_from([chain, chain, colliding_chain]),
     )
     def build(
         self,
-        num_blocks: int,
+        pool_tokens: int,
         block_size: int,
         max_num_seqs: int,
         budget: int,
         caching: bool,
-        hash_bytes: int,
+        faults: bool,
+        hashing: Callable[[bytes, list[int], int], Iterator[bytes]],
     ) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(
-            "forebay_worker.engine.block_manager.chain",
-            lambda *args: (digest[:hash_bytes] for digest in chain(*args)),
-        )
-        self.runner = FakeRunner(num_blocks, block_size, max_model_len=48)
+        self.patch.setattr("forebay_worker.engine.block_manager.chain", hashing)
+        self.runner = FakeRunner(pool_tokens // block_size, block_size, max_model_len=48)
+        self.faults = faults
         self.core = make_core(
             self.runner,
             max_num_seqs=max_num_seqs,
@@ -118,7 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
         if fits:
             self.accepted.add(name)
 
-    @precondition(lambda self: self.submits)
+    @precondition(lambda self: self.faults and self.submits)
     @rule(data=st.data(), index=st.sampled_from([None, 0, 1]))
     def cancel(self, data: st.DataObject, index: int | None) -> None:
         name = data.draw(st.sampled_from(sorted(self.submits)))
@@ -128,18 +136,19 @@ class EngineMachine(RuleBasedStateMachine):
         if index is None and name in self.accepted:
             assert all(self.ends[key] for key in self.tokens if key[0] == name)
 
+    @precondition(lambda self: self.faults)
     @rule(gateway=st.sampled_from(["gw-a", "gw-b"]))
     def lose_gateway(self, gateway: str) -> None:
         self.cancelled.update(self.submits)
         self.core.cancel_gateway(gateway)
         self.read()
 
-    @precondition(lambda self: self.submits)
+    @precondition(lambda self: self.faults and self.submits)
     @rule(data=st.data())
     def corrupt_one(self, data: st.DataObject) -> None:
         self.runner.corrupt.add(data.draw(st.sampled_from(sorted(self.submits))))
 
-    @precondition(lambda self: not self.core.idle)
+    @precondition(lambda self: self.faults and not self.core.idle)
     @rule()
     def break_one_step(self) -> None:
         self.runner.failures = 1
@@ -198,7 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.drain()
 
     def drain(self) -> None:
-        left = 40 * (sum(len(prompt) + 16 for prompt, _, _ in self.submits.values()) + 10)
+        left = 40 * (sum(len(prompt) + 30 for prompt, _, _ in self.submits.values()) + 10)
         while not self.core.idle:
             left -= 1
             assert left > 0, "the engine runs in circles"
