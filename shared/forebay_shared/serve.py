@@ -39,8 +39,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 BACKLOG: Final = 2048
 POLL_S, GET_TIMEOUT_S = 0.1, 1.0
-LEAVE_S, STOP_WORKER_S, STOP_REDIS_S = 0.7, 1.5, 0.7
-"""Gateways have the drain time (1.5 s) and LEAVE_S: all in all less than the 5 s of the promise."""
+LEAVE_S, STOP_WORKER_S, STOP_REDIS_S = 1.5, 1.2, 0.7
+"""A gateway has the drain time (1 s) and LEAVE_S: all in all less than the 5 s of the promise."""
 
 
 def run(settings: ServeSettings) -> int:

@@ -133,7 +133,7 @@ class ServeSettings(WorkerSettings, frozen=True, kw_only=True):
     ] = ()
     drain_timeout_s: Annotated[
         float, Meta(ge=0, description="after Ctrl-C or SIGTERM, seconds for open streams to finish")
-    ] = 1.5
+    ] = 1.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "warning"

@@ -15,7 +15,7 @@ from forebay_worker.checkpoint.convert import MANIFEST
 from forebay_worker.checkpoint.gguf_tensors import unpermuted
 from forebay_worker.checkpoint.resolve import demo_file
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType, quantize
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -100,6 +100,7 @@ def test_the_demo_models_ids_and_template_equal_those_of_transformers(demo: Path
 
 
 @needs_demo
+@settings(deadline=None, max_examples=50)
 @given(st.text(max_size=40))
 def test_any_text_survives_the_demo_models_tokenizer(demo: Path, text: str) -> None:
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))

@@ -1,0 +1,143 @@
+"""A real `forebay serve`: its processes, its address, its clients."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import psutil
+
+READY = re.compile(r"forebay ready on (http://\S+)  model (\S+)  key (\S+)\n")
+STOP_S = 5.0
+FAILURES = (openai.APIError, httpx2.HTTPError)
+"""What the SDK raises when a server dies under it; of a cut stream it passes its library's own."""
+
+
+class Serve:
+    """One `forebay serve` of the test's own. `url`, `model` and `key` are those it printed."""
+
+    def __init__(self, *arguments: str, data: Path, **variables: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "forebay_shared.cli", "serve", *arguments, "--data-dir", data],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **variables},
+        )
+        self.stdout: list[str] = []
+        self.stderr: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, into), daemon=True)
+            for stream, into in (
+                (self.process.stdout, self.stdout),
+                (self.process.stderr, self.stderr),
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @staticmethod
+    def _read(stream, into: list[str]) -> None:
+        into.extend(iter(stream.readline, ""))
+
+    def wait_ready(self, timeout_s: float = 60.0) -> "Serve":
+        until(lambda: bool(self.stdout) or self.process.poll() is not None, timeout_s)
+        match = READY.fullmatch("".join(self.stdout))
+        assert match, (self.stdout, self.stderr)
+        self.url, self.model, self.key = match.groups()
+        return self
+
+    def wait_end(self, timeout_s: float = 60.0) -> int:
+        status = self.process.wait(timeout_s)
+        for reader in self._readers:
+            reader.join(timeout_s)
+        return status
+
+    def children(self, name: str = "") -> list[psutil.Process]:
+        """Its children whose command holds `name`: gateway, worker or redis-server."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in found if name in " ".join(_command(child))]
+
+    def client(self, **options) -> openai.OpenAI:
+        options = {"max_retries": 0, "timeout": 30.0} | options
+        return openai.OpenAI(base_url=self.url, api_key=self.key, **options)
+
+    def interrupt(self) -> list[psutil.Process]:
+        """As Ctrl-C does. Returns the processes that were there, itself included."""
+        house = [psutil.Process(self.process.pid), *self.children()]
+        self.process.send_signal(signal.SIGINT)
+        return house
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # what is below dies with it
+            self.wait_end()
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition stayed false"
+        time.sleep(0.01)
+
+
+def gone(processes: list[psutil.Process], timeout_s: float = STOP_S) -> None:
+    """Waits until none of `processes` runs; a zombie of a dead parent counts as gone."""
+
+    def none_runs() -> bool:
+        return not any(
+            p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes if _exists(p)
+        )
+
+    until(none_runs, timeout_s)
+
+
+def _exists(process: psutil.Process) -> bool:
+    try:
+        process.status()
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+Starter = Callable[..., Serve]
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Starter]:
+    """Starts servers, each on a free port and in a data directory of its own unless told."""
+    directories: list[str] = []
+    servers: list[Serve] = []
+
+    def start(*arguments: str, data: Path | None = None, **variables: str) -> Serve:
+        if data is None:
+            directories.append(tempfile.mkdtemp(prefix="fb-"))
+            data = Path(directories[-1])
+        server = Serve("--port", "0", *arguments, data=data, **variables)
+        servers.append(server)
+        return server
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.close()
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,58 @@
+"""What dies is started again, and no client hangs: each has an answer or an error within 10 s."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from serve_house import FAILURES, Serve, until
+
+pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(180)]
+
+HANG_S = 10.0
+
+
+@pytest.mark.parametrize("name", ["worker", "gateway", "redis-server"])
+def test_a_part_that_is_killed_heals_and_no_client_hangs(echo: Serve, name: str) -> None:
+    victim = echo.children(name)[0]
+    killed_at: list[float] = []
+    with ThreadPoolExecutor(6) as pool:
+        waits = [pool.submit(_last_sign, echo, killed_at, _long) for _ in range(3)]
+        waits += [pool.submit(_last_sign, echo, killed_at, _plain) for _ in range(3)]
+        time.sleep(0.5)  # the streams are under way; where exactly does not matter
+        victim.kill()
+        killed_at.append(time.monotonic())
+        for wait in waits:
+            assert wait.result(timeout=60) < HANG_S
+    until(lambda: victim.pid not in [child.pid for child in echo.children(name)])
+    until(lambda: _answers(echo), 20)
+
+
+def _last_sign(
+    server: Serve, killed_at: list[float], ask: Callable[[openai.OpenAI, str], None]
+) -> float:
+    """How long after the kill the client had its answer or its error, in seconds."""
+    with server.client() as client, contextlib.suppress(*FAILURES):
+        ask(client, server.model)
+    until(lambda: bool(killed_at))
+    return time.monotonic() - killed_at[0]
+
+
+def _long(client: openai.OpenAI, model: str) -> None:
+    for _ in client.completions.create(model=model, prompt="abc", max_tokens=300, stream=True):
+        pass
+
+
+def _plain(client: openai.OpenAI, model: str) -> None:
+    client.completions.create(model=model, prompt="abc", max_tokens=200)
+
+
+def _answers(server: Serve) -> bool:
+    try:
+        with server.client(timeout=5) as client:
+            answer = client.completions.create(model=server.model, prompt="ab", max_tokens=2)
+            return answer.choices[0].text == "ab"
+    except openai.APIError:
+        return False
