@@ -7,11 +7,13 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 from forebay_shared import keys
-from forebay_shared.bus import Publisher, Reader
+from forebay_shared.bus import Publisher
 from forebay_shared.errors import BusError
+from forebay_shared.exposition import render, snapshot
+from forebay_shared.reader import Reader
 from forebay_shared.settings import GatewaySettings
 from forebay_shared.supervise import Supervisor, shielded
-from forebay_shared.telemetry import GatewayMetrics, render, snapshot
+from forebay_shared.telemetry import GatewayMetrics
 from prometheus_client import CollectorRegistry
 
 from forebay_gateway.dispatch import Dispatcher

@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 from forebay_shared import keys
-from forebay_shared.bus import Publisher, Reader
+from forebay_shared.bus import Publisher
 from forebay_shared.errors import (
     BusError,
     DeadlineError,
@@ -27,6 +27,7 @@ from forebay_shared.errors import (
 from forebay_shared.lane import Lane
 from forebay_shared.models import ModelCard
 from forebay_shared.packets import WORK
+from forebay_shared.reader import Reader
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Cancel, Submit, Work, pack_ids

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Sequence
 
 from forebay_shared import keys
-from forebay_shared.bus import Feed
 from forebay_shared.errors import ForebayError, OverloadedError
 from forebay_shared.merge import merge
 from forebay_shared.packets import REPLY
+from forebay_shared.reader import Feed
 from forebay_shared.telemetry import GatewayMetrics, ResubmitReason
 from forebay_shared.wire import Delta, Reply
 

@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import msgspec
 from forebay_shared import keys
-from forebay_shared.bus import Feed, Publisher, Reader
+from forebay_shared.bus import Publisher
 from forebay_shared.errors import ModelNotFoundError, NoWorkerError
 from forebay_shared.link import Value
 from forebay_shared.models import ModelCard, content_hash
 from forebay_shared.packets import ROSTER
+from forebay_shared.reader import Feed, Reader
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Beacon, Farewell, Load, RosterEvent
 

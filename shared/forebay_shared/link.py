@@ -24,6 +24,10 @@ Command = tuple[Argument, ...]
 LINK_ERRORS = (OSError, RedisError, TimeoutError)
 """What a round trip raises when the link is of no use any more."""
 
+ROUND_TRIP_S = 3.0
+"""Redis has this long to answer before the connection counts as lost."""
+PACKET_FIELD = b"p"
+"""The field of a stream's entry that holds the packet."""
 _CONNECT_TIMEOUT_S = 2.0
 
 

@@ -11,8 +11,9 @@ from conftest import RedisServer, WaitUntil
 from forebay_gateway.backend import Backend, connect
 from forebay_gateway.roster import LEASE_S, Roster
 from forebay_shared import keys
-from forebay_shared.bus import Publisher, Reader
+from forebay_shared.bus import Publisher
 from forebay_shared.errors import ModelNotFoundError, NoWorkerError
+from forebay_shared.reader import Reader
 from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.supervise import Supervisor
 from forebay_shared.telemetry import GatewayMetrics

@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 from conftest import RedisServer, WaitUntil
 from forebay_shared import keys
-from forebay_shared.bus import Feed, Publisher, Reader
+from forebay_shared.bus import Publisher
 from forebay_shared.errors import BusError
 from forebay_shared.lane import Lane
 from forebay_shared.packets import REPLY
+from forebay_shared.reader import Feed, Reader
 from forebay_shared.supervise import Supervisor
 from forebay_shared.wire import Accepted, Reply
 

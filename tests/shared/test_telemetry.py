@@ -2,7 +2,8 @@
 
 import re
 
-from forebay_shared.telemetry import EngineMetrics, GatewayMetrics, render, snapshot
+from forebay_shared.exposition import render, snapshot
+from forebay_shared.telemetry import EngineMetrics, GatewayMetrics
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 from conftest import RedisServer, WaitUntil
 from forebay_shared import keys
-from forebay_shared.bus import Feed, Publisher, Reader
+from forebay_shared.bus import Publisher
 from forebay_shared.errors import EngineError
 from forebay_shared.models import ModelCard
 from forebay_shared.packets import REPLY, WORK
+from forebay_shared.reader import Feed, Reader
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import Secret, WorkerSettings
 from forebay_shared.supervise import Supervisor

@@ -9,10 +9,10 @@ import zlib
 import msgspec
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
+from forebay_shared.exposition import snapshot
 from forebay_shared.link import Value
 from forebay_shared.models import content_hash
 from forebay_shared.packets import ROSTER
-from forebay_shared.telemetry import snapshot
 from forebay_shared.wire import Beacon, Farewell
 from prometheus_client import CollectorRegistry
 

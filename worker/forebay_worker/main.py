@@ -9,8 +9,9 @@ import logging
 import signal
 
 from forebay_shared import keys
-from forebay_shared.bus import Publisher, Reader
+from forebay_shared.bus import Publisher
 from forebay_shared.logs import configure_logging
+from forebay_shared.reader import Reader
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.supervise import Supervisor, shielded
 from forebay_shared.telemetry import EngineMetrics

@@ -12,12 +12,13 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from forebay_shared import keys
-from forebay_shared.bus import Feed, Publisher
+from forebay_shared.bus import Publisher
 from forebay_shared.errors import BusError, EngineError
 from forebay_shared.lane import Lane
 from forebay_shared.link import Value
 from forebay_shared.merge import merge
 from forebay_shared.packets import REPLY, WORK
+from forebay_shared.reader import Feed
 from forebay_shared.wire import Accepted, Cancel, Done, Failed, Reply, Submit, Work
 
 from forebay_worker.engines.base import Engine

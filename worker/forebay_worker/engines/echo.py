@@ -57,7 +57,8 @@ class _Sequence:
 
     __slots__ = (
         "alternatives", "arrived", "attempt", "cancelled", "enders", "first_token", "gateway",
-        "index", "last_token", "latest_start", "limit", "min_tokens", "position", "prompt", "request_id", "started",
+        "index", "last_token", "latest_start", "limit", "min_tokens", "position", "prompt",
+        "request_id", "started",
     )  # fmt: skip
 
     def __init__(
