@@ -14,6 +14,7 @@ from redis.exceptions import ResponseError
 from forebay_shared.errors import BusError
 from forebay_shared.link import (
     LINK_ERRORS,
+    PACKET_FIELD,
     ROUND_TRIP_S,
     Answer,
     Argument,
