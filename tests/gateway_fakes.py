@@ -19,7 +19,7 @@ from forebay_gateway.app import create_app
 from forebay_gateway.dispatch import Event, Job
 from forebay_gateway.main import server_config
 from forebay_gateway.server import Server
-from forebay_shared.errors import ForebayError, ModelNotFoundError, NoWorkerError
+from forebay_shared.errors import ModelNotFoundError, NoWorkerError
 from forebay_shared.models import (
     CAP_GENERATE,
     CAP_LOGIT_BIAS,
@@ -30,9 +30,17 @@ from forebay_shared.models import (
 )
 from forebay_shared.settings import GatewaySettings
 from forebay_shared.telemetry import GatewayMetrics
-from forebay_shared.wire import Delta, Done, Started, TokenLogprobs, Usage
+from forebay_shared.wire import Delta, Done, FinishReason, Started, TokenLogprobs, Usage
 from prometheus_client import CollectorRegistry, generate_latest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -59,17 +67,44 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def sentencepiece_tokenizer() -> Tokenizer:
+    """The shape of Llama 2's tokenizer: a leading space, and bytes for what has no piece."""
+    pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces += ["\u2581", *"abcdefgh", "\u2581a", "\u2581b", "ab", "你"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("\u2581", "a"), ("\u2581", "b"), ("a", "b")]
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in pieces[:3]])
+    return tokenizer
+
+
 @dataclass(frozen=True)
 class Play:
     """What one sequence does. Tokens come in groups; `error` comes after `error_after` tokens."""
 
     token_ids: Sequence[int]
     group: int = 1
-    error: ForebayError | None = None
+    error: Exception | None = None
     error_after: int = 0
     hang_after: int | None = None
     pause_at: Sequence[int] = ()
     """Positions to wait at, for as long as they are listed."""
+    reason: FinishReason | None = "stop"
+    """How it ends when it is not cut; None: it never says that it ended."""
+    stop_token: int = 2
 
 
 class ScriptedGeneration:
@@ -130,9 +165,9 @@ class ScriptedGeneration:
             self._open.discard(index)
             cut = at >= limit
             usage = Usage(len(self.job.prompt), self._cached, at if cut else at + 1)
-            events.append(
-                Done(request_id, 1, index, "length" if cut else "stop", None if cut else 2, usage)
-            )
+            reason, token = ("length", None) if cut else (play.reason, play.stop_token)
+            if reason is not None:
+                events.append(Done(request_id, 1, index, reason, token, usage))
         return events
 
     def _logprobs(self, ids: list[int]) -> list[TokenLogprobs] | None:

@@ -193,9 +193,6 @@ class Renderers:
     async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
 
 def _give_memory_back() -> None:
     """Parsing a tokenizer leaves holes: 34 of 112 MB with 49,152 tokens. glibc can close them."""

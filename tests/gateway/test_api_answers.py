@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from forebay_shared.errors import EngineError, OverloadedError
-from gateway_fakes import ANSWER, MODEL, Api, Play, running_api
+from gateway_fakes import ANSWER, MODEL, Api, Play, ScriptedGeneration, running_api
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transcripts import Transcript, check_answer, check_error, check_stream
@@ -305,3 +305,80 @@ def test_newer_and_null_fields_change_nothing(api: Api) -> None:
     optional = ["stop", "tools", "stream_options", "logit_bias", "response_format", "seed"]
     optional += ["max_tokens", "temperature", "stream", "tool_choice", "audio", "logprobs"]
     assert whole(api, **dict.fromkeys(optional)).texts == {0: ANSWER}
+
+
+def test_the_unforeseen_is_a_500_that_tells_nothing_of_itself(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "canary-of-a-prompt"
+    api.backend.script = lambda job, index: Play([], error=RuntimeError(secret))
+    for stream in (True, False):
+        response = api.chat(stream=stream)
+        assert response.status_code == 500
+        assert check_error(response.content)["code"] == "internal_error"
+        assert secret not in response.text
+    error = RuntimeError(secret)
+    api.backend.script = lambda job, index: Play(api.backend.answer, error=error, error_after=1)
+    raw = api.chat(stream=True).content
+    assert check_stream(raw, model=MODEL).error["code"] == "internal_error"
+    assert "RuntimeError" in caplog.text
+    assert secret not in caplog.text
+
+
+@pytest.mark.parametrize("reason", ["abort", None])
+def test_an_end_that_nobody_asked_for_is_an_error_and_no_finish_reason(
+    api: Api, reason: str | None
+) -> None:
+    api.backend.script = lambda job, index: Play(api.backend.answer[:3], reason=reason)
+    assert check_error(api.chat().content)["code"] == "engine_error"
+    raw = api.chat(stream=True).content
+    found = check_stream(raw, model=MODEL)
+    assert (found.error["code"], found.reasons) == ("engine_error", {})
+
+
+def test_a_stop_token_shows_only_when_it_is_asked_for(api: Api) -> None:
+    token = api.backend.answer[3]
+    api.backend.script = lambda job, index: Play(api.backend.answer[:3], stop_token=token)
+    assert whole(api, stop_token_ids=[token]).texts == {0: "The quick brown"}
+    shown = whole(api, stop_token_ids=[token], include_stop_str_in_output=True)
+    assert shown.texts == {0: "The quick brown fox"}
+    assert shown.usage["completion_tokens"] == 4
+
+
+def test_a_job_that_cannot_be_entered_leaves_none_open(api: Api) -> None:
+    enter = ScriptedGeneration.__aenter__
+    entered: list[str] = []
+
+    async def refuse_third(self: ScriptedGeneration) -> ScriptedGeneration:
+        entered.append(self.job.request_id)
+        if len(entered) == 3:
+            raise OverloadedError("No place is left.")
+        return await enter(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptedGeneration, "__aenter__", refuse_third)
+        assert api.complete(prompt=["a", "b", "c", "d"]).status_code == 503
+    assert not api.backend.running
+    assert len(api.backend.cancelled) == 2
+
+
+def test_history_may_hold_refusals_reasoning_and_arguments_that_are_no_json(api: Api) -> None:
+    calls = [{"function": {"name": "f", "arguments": text}} for text in ("no json", "", "[1]")]
+    history = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "reasoning_content": "hm", "content": "ok", "tool_calls": calls},
+    ]
+    whole(api, messages=history)
+    text = api.backend.tokenizer.decode(api.backend.jobs[-1].prompt)
+    assert "I will not." in text
+    assert "No." in text
+    bare = {"role": "assistant", "content": [{"type": "refusal"}]}
+    assert api.chat(messages=[bare]).status_code == 400
+
+
+def test_a_prompt_of_ids_is_echoed_as_its_text(api: Api) -> None:
+    ids = [1, *api.backend.tokenizer.encode("é b", add_special_tokens=False).ids]
+    answer = whole(api, chat=False, prompt=ids, echo=True, max_tokens=1)
+    assert answer.texts == {0: "<|im_start|>é bThe"}

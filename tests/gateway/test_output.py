@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 from forebay_gateway.output import Output, OutputOptions, StopMatcher, Vocabulary
-from gateway_fakes import SPECIALS, byte_level_tokenizer
+from gateway_fakes import SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, models
 
 TEXT = st.text(
     st.one_of(
@@ -18,30 +18,6 @@ TEXT = st.text(
     max_size=40,
 )
 CUTS = st.lists(st.integers(1, 8), min_size=1, max_size=20)
-
-
-def sentencepiece_tokenizer() -> Tokenizer:
-    """The shape of Llama 2's tokenizer: a leading space, and bytes for what has no piece."""
-    pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces += ["\u2581", *"abcdefgh", "\u2581a", "\u2581b", "ab", "你"]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    merges = [("\u2581", "a"), ("\u2581", "b"), ("a", "b")]
-    tokenizer = Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in pieces[:3]])
-    return tokenizer
 
 
 TOKENIZERS = {"byte level": byte_level_tokenizer(), "sentencepiece": sentencepiece_tokenizer()}
@@ -177,3 +153,21 @@ def test_stop_strings_do_not_act_before_min_tokens() -> None:
     ids = TOKENIZERS["byte level"].encode("fox fox fox", add_special_tokens=False).ids
     said = "".join(spoken("byte level", ids, [1], stops=("fox",), min_tokens=len(ids) - 1))
     assert said == "fox fox "
+
+
+def test_a_tokenizer_without_a_decoder_still_gives_text() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.add_tokens(["naïve ✓"])
+    vocabulary = Vocabulary(tokenizer, 4)
+    detokeniser = vocabulary.detokeniser()
+    said = detokeniser.push([0, 3]) + detokeniser.push([1]) + detokeniser.flush()
+    assert said == tokenizer.decode([0, 3, 1])
+    assert vocabulary.spelling(3).decode() == "naïve ✓"
+
+
+def test_a_token_outside_the_byte_alphabet_is_its_own_text() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(["naïve ✓"])
+    vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
+    added = tokenizer.token_to_id("naïve ✓")
+    assert vocabulary.detokeniser().push([added]) == tokenizer.decode([added]) == "naïve ✓"

@@ -2,12 +2,20 @@
 
 import asyncio
 import threading
+from datetime import datetime
 
+import msgspec
 import pytest
-from forebay_gateway.prompt import INLINE_CHARS, Renderer, Renderers, TemplateOptions
+from forebay_gateway.prompt import INLINE_CHARS, MAX_RENDERERS, Renderer, Renderers, TemplateOptions
 from forebay_shared.errors import ContextLengthError, InvalidRequestError
 from forebay_shared.models import ModelCard
-from gateway_fakes import SPECIALS, TEMPLATE, ScriptedBackend, byte_level_tokenizer
+from gateway_fakes import (
+    SPECIALS,
+    TEMPLATE,
+    ScriptedBackend,
+    byte_level_tokenizer,
+    sentencepiece_tokenizer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
@@ -172,7 +180,6 @@ async def test_large_work_leaves_the_event_loop_and_small_work_stays() -> None:
     here = threading.get_ident()
     assert await renderers.run(threading.get_ident, INLINE_CHARS) == here
     assert await renderers.run(threading.get_ident, INLINE_CHARS + 1) != here
-    renderers.close()
 
 
 async def test_a_renderer_is_loaded_once_for_all_who_wait() -> None:
@@ -188,4 +195,43 @@ async def test_a_renderer_is_loaded_once_for_all_who_wait() -> None:
     found = await asyncio.gather(*[renderers.get(backend.card) for _ in range(5)])
     assert len(set(map(id, found))) == 1
     assert len(fetched) == 2
-    renderers.close()
+
+
+def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
+    options = TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="cannot continue"):
+        renderer("nothing").chat([{"role": "assistant", "content": "x"}], options)
+
+
+def test_special_tokens_are_plain_text_for_sentencepiece_and_add_no_space() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    ours = renderer("<s>{{ messages[0].content }}</s>", tokenizer)
+    ids = ours.chat([{"role": "user", "content": "a</s>b<s>"}], TemplateOptions())
+    assert [i for i in ids if i in (1, 2)] == [1, 2]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a</s>b<s>"
+
+
+def test_the_clock_that_a_template_may_ask_for_is_this_years() -> None:
+    ids = renderer("{{ strftime_now('%Y') }}").chat([{"role": "user"}], TemplateOptions())
+    assert TOKENIZER.decode(ids) == datetime.now().strftime("%Y")
+
+
+async def test_only_so_many_renderers_are_kept() -> None:
+    backend = ScriptedBackend()
+    fetched: list[str] = []
+
+    async def blob(sha256: str) -> bytes:
+        fetched.append(sha256)
+        return await backend.blob(sha256)
+
+    renderers = Renderers(blob)
+    cards = [
+        msgspec.structs.replace(backend.card, max_model_len=length, chat_template=None)
+        for length in range(100, 100 + MAX_RENDERERS + 1)
+    ]
+    for card in cards:
+        await renderers.get(card)
+    await renderers.warm(cards[1:])
+    assert len(fetched) == len(cards)
+    await renderers.get(cards[0])
+    assert len(fetched) == len(cards) + 1
