@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import errno
 import http.client
-import json
 import os
 import signal
 import socket
@@ -103,8 +102,8 @@ class _House:
             _say(f"redis {await self._redis_version(self._private)} is up, for this server alone")
         self._keep(group, self._gateways + self._workers)
         _say(f"the worker is loading {self._loaded}")
-        await self._answer("/ready")
-        name = json.loads(await self._answer("/v1/models"))["data"][0]["id"]
+        await self._all_ready()
+        name = await self._model_name()
         host = self._settings.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{self._address[1]}/v1"
         print(f"forebay ready on {url}  model {name}  key {self._key}", flush=True)
@@ -148,13 +147,35 @@ class _House:
     def _key(self) -> str:
         return str(self._settings.api_key[0])
 
-    async def _answer(self, path: str) -> bytes:
-        """The body of a 200, however long it takes to get one."""
+    async def _all_ready(self) -> None:
+        """Waits for /ready. Any gateway may take a connection, so several in a row have to agree."""
+        agreed = 0
+        while agreed < 2 * len(self._gateways):
+            if await self._get("/ready") is None:
+                agreed = 0
+                await asyncio.sleep(POLL_S)
+            else:
+                agreed += 1
+
+    async def _model_name(self) -> str:
+        """What the first gateway that knows a model calls it."""
         while True:
-            body = await asyncio.to_thread(_get, self._address, path, self._key)
-            if body is not None:
-                return body
+            models = msgspec.json.decode(await self._get("/v1/models") or b"{}", type=_Models)
+            if models.data:
+                return models.data[0].id
             await asyncio.sleep(POLL_S)
+
+    async def _get(self, path: str) -> bytes | None:
+        """The body of a 200, None for anything else."""
+        return await asyncio.to_thread(_get, self._address, path, self._key)
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
 
 
 def _report(errors: ExceptionGroup[ChildError]) -> int:
