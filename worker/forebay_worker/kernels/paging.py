@@ -11,7 +11,7 @@ def cache_rows(
     table, positions, start, limit, stride_block, stride_token,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Offsets in the cache of a tile's `positions` [TILE] from `start` on; past `limit`, of any block.
+    """Offsets in the cache of a tile's `positions` [TILE] from `start`; past `limit`, any valid.
 
     A tile that lies in one block takes one scalar look-up, else one per position.
     """

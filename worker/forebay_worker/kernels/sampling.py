@@ -11,9 +11,12 @@ noise. An id with logit x is kept when all of these hold, ties included:
 
 Kept ids are those from some logit on, so no threshold is needed to test one: if the argmax over
 *all* ids is kept, it is also the argmax over the kept ones, and if it is not, nothing at or below
-its logit is, and the search goes on above it. With top_p = 0.95 the first try holds 95 times in
-100, and each further try halves the remaining probability or better. Only top_p after top_k needs the threshold
-of top_k itself: a radix selection over the ordered bits, two passes for bfloat16.
+its logit is, and the search goes on above it. With top_p = 0.95 the first try
+holds 95 times in 100, and each further try halves the remaining probability or better.
+
+Only top_p after top_k needs the k-th largest logit itself. The first pass leaves the maxima of
+4,096 segments of the row; the k-th largest of those, found in registers, is a lower bound of it and for
+small k nearly always equal, which one counting pass proves; else bisection goes on from there.
 
 Several programs share a row's first pass; the one that arrives last merges and filters. It
 knows nothing of penalties, bias and masks, which have changed the logits before.
@@ -27,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096  # ids per pass step: 8 per thread
+_SEGMENTS = 4096
 _PROGRAMS = 264  # programs that the first pass aims at: two per multiprocessor of an H200
 
 
@@ -83,21 +87,22 @@ def _gumbel(bits):
 
 @triton.jit
 def _best(row, first, last, above, inverse, key0, key1, BLOCK: tl.constexpr):
-    """Best id in first..last with a logit above `above`: value, id, logit; also max and NaN count.
+    """Best id in first..last with a logit above `above`: value, id, logit.
 
-    `inverse` is 1 / temperature, or 0 for greedy: then the value is the logit itself.
+    Also each lane's largest logit [BLOCK] and the number of NaNs. `inverse` is 1 / temperature, or
+    0 for greedy: then the value is the logit itself.
     """
     lane = tl.arange(0, BLOCK)
     value = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_id = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
     best_logit = tl.full((BLOCK,), -float("inf"), tl.float32)
-    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    tops = tl.full((BLOCK,), -float("inf"), tl.float32)
     bad = tl.zeros((BLOCK,), tl.int32)
-    for start in range(first, last, BLOCK):
+    for start in tl.range(first, last, BLOCK, num_stages=3):
         ids = start + lane
         logit = tl.load(row + ids, mask=ids < last, other=-float("inf")).to(tl.float32)
         bad += (logit != logit).to(tl.int32)
-        top = tl.maximum(top, logit)
+        tops = tl.maximum(tops, logit)
         score = logit
         if inverse > 0:
             score = logit * inverse + _gumbel(_noise_bits(ids, key0, key1))
@@ -109,7 +114,7 @@ def _best(row, first, last, above, inverse, key0, key1, BLOCK: tl.constexpr):
     # The lowest id among equals, as a plain argmax gives.
     winner = tl.min(tl.where(value == best, best_id, 0x7FFFFFFF), 0)
     logit = tl.max(tl.where(best_id == winner, best_logit, -float("inf")), 0)
-    return best, winner, logit, tl.max(top, 0), tl.sum(bad, 0)
+    return best, winner, logit, tops, tl.sum(bad, 0)
 
 
 @triton.jit
@@ -122,7 +127,7 @@ def _above(row, vocab, logit, least, top, inverse, BLOCK: tl.constexpr):
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
     whole = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, num_stages=3):
         ids = start + lane
         x = tl.load(row + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
         weight = tl.exp((x - top) * inverse)
@@ -133,57 +138,93 @@ def _above(row, vocab, logit, least, top, inverse, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _ordered(x):
-    """Bits of a float32 as int64 in 0..2^32 - 1, in the order of the floats."""
+def _place(x, SHIFT: tl.constexpr):
+    """Place of a float32 in the order of the floats, in steps of 2^SHIFT: 16 for bfloat16."""
     bits = x.to(tl.uint32, bitcast=True).to(tl.int64)
-    return tl.where(bits >= 0x80000000, 0xFFFFFFFF - bits, bits + 0x80000000)
+    return tl.where(bits >= 0x80000000, 0xFFFFFFFF - bits, bits + 0x80000000) >> SHIFT
 
 
 @triton.jit
-def _kth_largest(row, vocab, k, PASSES: tl.constexpr, BLOCK: tl.constexpr):
-    """The k-th largest logit by radix selection: 8 bits of the answer per pass, from the top.
+def _border(place, SHIFT: tl.constexpr):
+    """The least float32 at a place; -inf at the lowest, below which the NaNs are."""
+    whole = tl.maximum(place << SHIFT, 0x007FFFFF)
+    bits = tl.where(whole >= 0x80000000, whole - 0x80000000, 0xFFFFFFFF - whole)
+    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
 
-    PASSES is 2 for logits of 16 bits, whose float32 has no more, and 4 for float32.
+
+@triton.jit
+def _kth_of(values, k, top, SHIFT: tl.constexpr):
+    """A place that at least k of `values` [N] reach, the highest or one that exactly k reach.
+
+    0, which all logits reach, when N is below k.
     """
+    places = _place(values, SHIFT)
+    low = tl.zeros((), tl.int64)
+    high = _place(top, SHIFT) + 1  # nothing reaches this
+    reached = k + 1
+    while (high - low > 1) & (reached != k):
+        middle = (low + high) // 2
+        count = tl.sum((places >= middle).to(tl.int32), 0)
+        if count >= k:
+            low = middle
+            reached = count
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _kth_largest(row, vocab, k, low, top, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The k-th largest logit, or a border that exactly k reach, from a place `low` that k reach."""
     lane = tl.arange(0, BLOCK)
-    digit = tl.arange(0, 256)
-    prefix = tl.zeros((), tl.int64)
-    missing = k
-    for turn in tl.static_range(PASSES):
-        shift = 24 - 8 * turn
-        counts = tl.zeros((256,), tl.int32)
-        for start in range(0, vocab, BLOCK):
+    high = _place(top, SHIFT) + 1
+    reached = k + 1
+    probe = low + 1  # mostly fewer reach this: then low is the answer
+    while (high - low > 1) & (reached != k):
+        count = tl.zeros((BLOCK,), tl.int32)
+        border = _border(probe, SHIFT)
+        for start in tl.range(0, vocab, BLOCK, num_stages=3):
             ids = start + lane
             x = tl.load(row + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-            key = _ordered(x)
-            mine = (ids < vocab) & ((key >> (shift + 8)) == prefix)
-            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=mine)
-        from_top = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # above each digit
-        chosen = tl.sum((from_top + counts >= missing).to(tl.int32), 0) - 1
-        missing -= tl.sum(tl.where(digit == chosen, from_top, 0), 0)
-        prefix = prefix * 256 + chosen
-    bits = prefix << (32 - 8 * PASSES)
-    bits = tl.where(bits >= 0x80000000, bits - 0x80000000, 0xFFFFFFFF - bits)
-    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
+            count += (x >= border).to(tl.int32)
+        found = tl.sum(count, 0)
+        if found >= k:
+            low = probe
+            reached = found
+        else:
+            high = probe
+        probe = (low + high) // 2
+    return _border(low, SHIFT)
 
 
 @triton.jit
 def _sample_kernel(
     tokens, corrupt, logits, temperature, top_k, top_p, min_p, seeds, positions,
-    partial, partial_ids, arrivals, stride, vocab, span,
-    SPLITS: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
+    partial, partial_ids, maxima, arrivals, stride, vocab, span,
+    SPLITS: tl.constexpr, SEGMENTS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row_id = tl.program_id(0)
     split = tl.program_id(1)
     row = logits + row_id.to(tl.int64) * stride
     heat = tl.load(temperature + row_id)
+    k = tl.load(top_k + row_id)
+    p = tl.load(top_p + row_id)
+    least_p = tl.load(min_p + row_id)
+    k_on = (k > 0) & (k < vocab)
     inverse = tl.where(heat > 0, 1 / tl.where(heat > 0, heat, 1.0), 0.0)
     key0, key1 = _noise_keys(tl.load(seeds + row_id), tl.load(positions + row_id))
     first = split * span
     last = tl.minimum(first + span, vocab)
-    value, winner, logit, top, bad = _best(
+    value, winner, logit, tops, bad = _best(
         row, first, last, -float("inf"), inverse, key0, key1, BLOCK
     )
+    top = tl.max(tops, 0)
+    segment = tl.arange(0, SPLITS * SEGMENTS)
+    if k_on & (p < 1):
+        mine = tl.max(tl.reshape(tops, (SEGMENTS, BLOCK // SEGMENTS)), 1)
+        own = (row_id * SPLITS + split) * SEGMENTS + tl.arange(0, SEGMENTS)
+        tl.store(maxima + own, mine)
+    tl.debug_barrier()
     if SPLITS > 1:
         at = row_id * SPLITS + split
         tl.store(partial + at * 4, value)
@@ -207,10 +248,6 @@ def _sample_kernel(
         bad = tl.sum(tl.load(partial + base * 4 + 3, cache_modifier=".cg"), 0).to(tl.int32)
 
     broken = (bad > 0) | (top == float("inf")) | (top == -float("inf"))
-    k = tl.load(top_k + row_id)
-    p = tl.load(top_p + row_id)
-    least_p = tl.load(min_p + row_id)
-    k_on = (k > 0) & (k < vocab)
     filtered = (k_on | (p < 1) | (least_p > 0)) & (heat > 0) & (broken == 0)
     if filtered:
         floor = -float("inf")
@@ -218,7 +255,9 @@ def _sample_kernel(
             floor = top + tl.log(least_p) * heat
         least = -float("inf")
         if k_on & (p < 1):
-            least = _kth_largest(row, vocab, k, PASSES, BLOCK)
+            all_of_row = maxima + row_id * SPLITS * SEGMENTS + segment
+            low = _kth_of(tl.load(all_of_row, cache_modifier=".cg"), k, top, SHIFT)
+            least = _kth_largest(row, vocab, k, low, top, SHIFT, BLOCK)
         kept = False
         while kept == 0:
             count, mass, whole = _above(row, vocab, logit, least, top, inverse, BLOCK)
@@ -232,10 +271,17 @@ def _sample_kernel(
 
 
 class SamplingScratch(NamedTuple):
-    """Scratch of one batch size: the first pass' results; counters, zero between launches."""
+    """Scratch of one batch size of R rows with S programs each.
+
+    Attributes:
+        partial: [R, S, 4] float32; partial_ids: [R, S] int32, results of the first pass.
+        maxima: [R, 4096] float32, of segments.
+        arrivals: [R] int32, zero between launches.
+    """
 
     partial: Tensor
     partial_ids: Tensor
+    maxima: Tensor
     arrivals: Tensor
 
 
@@ -248,6 +294,7 @@ def make_scratch(rows: int, device: torch.device, programs: int = _PROGRAMS) -> 
     return SamplingScratch(
         torch.empty((rows, splits, 4), dtype=torch.float32, device=device),
         torch.empty((rows, splits), dtype=torch.int32, device=device),
+        torch.empty((rows, _SEGMENTS), dtype=torch.float32, device=device),
         torch.zeros((rows,), dtype=torch.int32, device=device),
     )
 
@@ -259,6 +306,7 @@ def sample(
     tokens: Tensor,
     corrupt: Tensor,
     block: int = _BLOCK,
+    num_warps: int = 16,
 ) -> None:
     """Writes a token per row of logits [R, V] to `tokens` [R] int64.
 
@@ -271,5 +319,6 @@ def sample(
     _sample_kernel[(count, splits)](
         tokens, corrupt, logits, *rows, *scratch, logits.stride(0), vocab,
         triton.cdiv(triton.cdiv(vocab, splits), 16) * 16,
-        SPLITS=splits, PASSES=2 if logits.dtype == torch.bfloat16 else 4, BLOCK=block, num_warps=16,
+        SPLITS=splits, SEGMENTS=min(block, _SEGMENTS // splits),
+        SHIFT=16 if logits.dtype == torch.bfloat16 else 0, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip

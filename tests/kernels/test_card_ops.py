@@ -1,0 +1,88 @@
+"""The card's ops through a whole decoder: the logits of the reference ops, step by step."""
+
+import pytest
+import torch
+from forebay_worker.kernels import reference
+from forebay_worker.kernels.card import CardOps
+from forebay_worker.kernels.reference import KvCache, Step
+from forebay_worker.models.config import ModelConfig
+from forebay_worker.models.decoder import Decoder, parameters
+
+CONFIG = ModelConfig(
+    family="qwen3",
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-6,
+    max_position=256,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tied_embeddings=True,
+    eos_token_ids=(0,),
+    dtype="float32",
+    qk_norm=True,
+)
+
+
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Normal weights of the size that keeps activations near 1; norms near 1."""
+    weights = {}
+    for each in parameters(config):
+        values = torch.randn(each.shape) * (each.columns or 100) ** -0.5
+        if each.columns is None:
+            values += 1
+        weights[each.name] = values.to(dtype).to(device)
+    return weights
+
+
+def step_of(chunks: list[int], kv_lens: list[int], device: torch.device) -> Step:
+    """Rows on blocks of 16: row r has blocks 8 r to 8 r + 7."""
+    starts = [0]
+    positions: list[int] = []
+    slots: list[int] = []
+    for row, (chunk, length) in enumerate(zip(chunks, kv_lens, strict=True)):
+        starts.append(starts[-1] + chunk)
+        positions += range(length - chunk, length)
+        slots += [row * 128 + at for at in range(length - chunk, length)]
+    return Step(
+        num_decodes=sum(chunk == 1 for chunk in chunks),
+        token_ids=torch.randint(320, (len(positions),)).to(device),
+        positions=torch.tensor(positions, device=device),
+        kv_slots=torch.tensor(slots, device=device),
+        starts=torch.tensor(starts, device=device),
+        kv_lens=torch.tensor(kv_lens, device=device),
+        block_tables=torch.arange(8 * len(chunks), device=device).view(-1, 8),
+        logits_at=torch.tensor(starts[1:], device=device) - 1,
+        host_starts=starts,
+        host_kv_lens=kv_lens,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_on_the_card_gives_the_references_logits(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter multiplies the bits of bfloat16 tiles as integers")
+    weights = random_weights(CONFIG, dtype, device)
+    wide = {name: weight.float() for name, weight in weights.items()}
+    ops = CardOps(4, 2, 16, device)
+    decoder = Decoder(CONFIG, weights, ops, 256)
+    twin = Decoder(CONFIG, wide, reference, 256)
+    shape = (2, 24, 16, 2, 16)
+    cache = KvCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+    wide_cache = KvCache(*(torch.zeros(shape, device=device) for _ in range(2)))
+    # Prefill, then a prefill chunk beside two decodes, then all decode.
+    for chunks, lens in [([40, 5], [40, 5]), ([1, 1, 33], [41, 6, 33]), ([1, 1, 1], [42, 7, 34])]:
+        step = step_of(chunks, lens, device)
+        ops.begin(step)
+        out = decoder(step, cache)
+        ref = twin(step, wide_cache)
+        limit = 1e-5 if dtype == torch.float32 else 3e-2
+        assert float((out - ref).norm() / ref.norm()) < limit
