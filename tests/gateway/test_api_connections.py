@@ -60,7 +60,7 @@ def chat_bytes(**fields: object) -> bytes:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hang_after", [0, 3])
 def test_a_client_that_leaves_cancels_its_work_at_once(
-    api: Api, stream: bool, hang_after: int
+    api: Api, stream: bool, hang_after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     api.backend.script = lambda job, index: Play(api.backend.answer, hang_after=hang_after)
     host, port = api.url.removeprefix("http://").split(":")
@@ -70,6 +70,8 @@ def test_a_client_that_leaves_cancels_its_work_at_once(
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     wait_until(lambda: len(api.backend.cancelled) == 1, "the job is cancelled", timeout_s=1.0)
+    wait_until(lambda: metric(api, "forebay_open_requests") == 1, "the request is over")
+    assert not caplog.records  # clients leave all the time
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_starts_nothing(api: Api) -> None:

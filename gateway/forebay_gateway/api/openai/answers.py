@@ -67,7 +67,8 @@ class StreamedAnswer:
                 async with while_connected(receive), self._transcript:
                     await self._write(stream)
         except ClientGoneError:
-            raise
+            if not stream.started:
+                raise
         except asyncio.CancelledError:
             # The process ends and the drain time is over: say so, rather than just breaking off.
             if stream.started:
