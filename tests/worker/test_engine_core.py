@@ -379,6 +379,14 @@ def test_the_load_counts_what_is_still_to_prefill() -> None:
     assert core.load().kv_usage == 0
 
 
+def test_waiting_siblings_cost_no_more_than_one() -> None:
+    core = make_core(FakeRunner(), max_num_seqs=1)
+    core.submit(make_submit("r", PROMPT, n=100), monotonic())
+    waiting = list(core._requests["r", 1].sequences.values())
+    assert len({id(sequence.token_ids) for sequence in waiting}) == 1
+    assert core.load().waiting_tokens == 10 + 99 * 2
+
+
 def test_seeds_of_neighbours_are_far_apart() -> None:
     seeds = {mix(seed, index) for seed in range(64) for index in range(64)}
     assert len(seeds) == 4096

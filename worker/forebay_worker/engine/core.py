@@ -128,8 +128,8 @@ class EngineCore:
                 key, submit.gateway, EngineError("The engine could not take this request.")
             )
         else:
-            for sequence in list(request.sequences.values()):
-                self._enqueue(request, sequence)
+            for at, sequence in enumerate(list(request.sequences.values())):
+                self._enqueue(sequence, follows=at > 0)
 
     def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
         """Aborts one sequence or all of a request; blocks are back when this returns."""
@@ -183,11 +183,11 @@ class EngineCore:
             heappush(self._deadlines, (deadline, self._serial, request))
         return request
 
-    def _enqueue(self, request: Request, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence, *, follows: bool) -> None:
         """Queues one sequence; a resumed one that had all its tokens ends here, without a step."""
         self._serial += 1
         sequence.serial = self._serial
-        self.scheduler.add(sequence)
+        self.scheduler.add(sequence, follows=follows)
         if len(sequence.token_ids) >= sequence.limit:
             self._start(sequence, sequence.arrived)
             self._finish(sequence, "length", sequence.arrived)

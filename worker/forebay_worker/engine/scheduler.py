@@ -66,10 +66,14 @@ class Scheduler:
         running = (len(sequence.token_ids) - sequence.num_computed for sequence in self.running)
         return self.waiting.tokens + sum(rest for rest in running if rest > 1)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence; the pool must be able to hold `sequence.limit` tokens."""
-        num_cached = len(self._blocks.match(sequence)) * self._blocks.block_size
-        sequence.queued_tokens = len(sequence.token_ids) - num_cached
+    def add(self, sequence: Sequence, *, follows: bool = False) -> None:
+        """Queues a new sequence; the pool must be able to hold `sequence.limit` tokens.
+
+        One that follows a sibling will find the blocks of its prompt in the cache.
+        """
+        size = self._blocks.block_size
+        reused = sequence.num_prompt // size if follows else len(self._blocks.match(sequence))
+        sequence.queued_tokens = len(sequence.token_ids) - reused * size
         self.waiting.enter(sequence)
 
     def remove(self, sequence: Sequence, *, poisoned: bool = False) -> None:
@@ -157,6 +161,7 @@ class Scheduler:
         """Moves an admitted sequence to the running ones; the tokens that its first chunk takes."""
         self.waiting.pop(sequence)
         if sequence.started_at is None:
+            sequence.own()
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
             plan.started.append(sequence)
             plan.prefix_queries += len(sequence.token_ids)

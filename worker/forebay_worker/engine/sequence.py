@@ -92,6 +92,11 @@ class Sequence:
         """The smaller, the later it is preempted."""
         return (self.priority, self.serial)
 
+    def own(self) -> None:
+        """Ends the sharing of the prompt with its siblings, before anything is appended."""
+        self.token_ids = list(self.token_ids)
+        self.block_hashes = list(self.block_hashes)
+
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that must not be sampled now: what would end it before min_tokens, and bad words."""
         sampling = self.sampling
