@@ -10,6 +10,7 @@ import contextlib
 import errno
 import http.client
 import os
+import re
 import signal
 import socket
 import sys
@@ -37,6 +38,7 @@ from forebay_shared.settings import (
 S = TypeVar("S", bound=msgspec.Struct)
 
 BACKLOG: Final = 2048
+_SEES_A_WORKER = re.compile(rb"^forebay_workers(?:{[^}]*})? [1-9]", re.MULTILINE)
 POLL_S, GET_TIMEOUT_S = 0.1, 1.0
 LEAVE_S, STOP_WORKER_S, STOP_REDIS_S = 1.5, 1.2, 0.7
 """A gateway has the drain time (1 s) and LEAVE_S: all in all less than the 5 s of the promise."""
@@ -148,14 +150,14 @@ class _House:
         return str(self._settings.api_key[0])
 
     async def _all_ready(self) -> None:
-        """Waits for /ready. Any gateway may take a connection, so several in a row have to agree."""
-        agreed = 0
-        while agreed < 2 * len(self._gateways):
-            if await self._get("/ready") is None:
-                agreed = 0
-                await asyncio.sleep(POLL_S)
-            else:
-                agreed += 1
+        """Waits for /ready, and until each gateway has counted the worker.
+
+        Any gateway may take a connection: /metrics, which speaks for all of them, says the rest.
+        """
+        while await self._get("/ready") is None or (
+            len(_SEES_A_WORKER.findall(await self._get("/metrics") or b"")) < len(self._gateways)
+        ):
+            await asyncio.sleep(POLL_S)
 
     async def _model_name(self) -> str:
         """What the first gateway that knows a model calls it."""
