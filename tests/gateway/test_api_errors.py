@@ -279,6 +279,7 @@ def test_an_unknown_model_is_a_404_that_says_so(api: Api) -> None:
     for model in ("gpt-9", "", "../../etc/passwd", "x" * 50_000, "org/scripted/", "😀"):
         error = refused(api.chat(model=model), 404, "model")
         assert error["code"] == "model_not_found"
+        assert f"'{model[:100]}'" in error["message"]
     refused(api.http.get("/v1/models/gpt-9"), 404)
     refused(api.http.get("/v1/models/%2e%2e%2fetc%2fpasswd"), 404)
 

@@ -10,7 +10,7 @@ from litestar.types import ASGIApp
 
 from forebay_gateway.api.body import read_json_body
 from forebay_gateway.api.edge import caller, raw_headers
-from forebay_gateway.api.openai.service import OpenAIService
+from forebay_gateway.api.openai.service import OpenAIService, find_model
 from forebay_gateway.api.ports import Models
 from forebay_gateway.api.respond import Answer
 
@@ -58,7 +58,7 @@ def model_routes(roster: Models) -> list[HTTPRouteHandler]:
     async def model(name: FromPath[str]) -> ASGIApp:
         # Litestar gives a path parameter its leading slash; a model's name may hold slashes itself.
         name = name.removeprefix("/")
-        return Answer(msgspec.json.encode(_entry(roster.find(name), name)))
+        return Answer(msgspec.json.encode(_entry(find_model(roster, name), name)))
 
     return [models, model]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forebay_shared.errors import InvalidRequestError
+from forebay_shared.errors import InvalidRequestError, ModelNotFoundError
 from forebay_shared.models import ModelCard
 from forebay_shared.sampling import SamplingParams
 from litestar.types import ASGIApp
@@ -33,12 +33,13 @@ from forebay_gateway.api.openai.shapes import (
     Shape,
     UsageFields,
 )
-from forebay_gateway.api.ports import Services
+from forebay_gateway.api.ports import Models, Services
 from forebay_gateway.dispatch import Job
 from forebay_gateway.prompt import Renderer, Renderers, TemplateOptions, context_length_error
 
 MAX_PROMPTS = 256
 MAX_CHOICES = 1024
+MAX_SHOWN_NAME = 100
 
 
 class _Prompt(NamedTuple):
@@ -59,7 +60,7 @@ class OpenAIService:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
         size = len(body)
         request = await self._renderers.run(lambda: decode_chat(body), size)
-        card = self._backend.roster.find(request.model)
+        card = find_model(self._backend.roster, request.model)
         options = _template_options(request)
         logprobs = params.chat_logprobs(request, card)
         renderer = await self._renderers.get(card)
@@ -84,7 +85,7 @@ class OpenAIService:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
         size = len(body)
         request = await self._renderers.run(lambda: decode_completion(body), size)
-        card = self._backend.roster.find(request.model)
+        card = find_model(self._backend.roster, request.model)
         logprobs = params.completion_logprobs(request, card)
         renderer = await self._renderers.get(card)
         prompts = await self._prompts(request, card, renderer, size)
@@ -141,6 +142,17 @@ class OpenAIService:
         if not request.stream:
             return WholeAnswer(transcript, shape)
         return StreamedAnswer(transcript, shape, self._backend.telemetry.open_streams)
+
+
+def find_model(roster: Models, name: str) -> ModelCard:
+    """The card that serves `name`. Raises ModelNotFoundError that names it, NoWorkerError."""
+    try:
+        return roster.find(name)
+    except ModelNotFoundError:
+        shown = name[:MAX_SHOWN_NAME]
+        raise ModelNotFoundError(
+            f"The model '{shown}' does not exist or is not served here.", param="model"
+        ) from None
 
 
 def _template_options(request: ChatRequest) -> TemplateOptions:

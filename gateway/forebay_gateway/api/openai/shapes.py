@@ -4,6 +4,7 @@ A chunk is a constant head, the new text and a constant tail; only the text is e
 It knows no bus, no tokenizer and no HTTP.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from typing import ClassVar, Protocol
@@ -43,7 +44,7 @@ class LogprobsWriter(Protocol):
         ...
 
 
-class Shape:
+class Shape(ABC):
     """What chat and text completions have in common. One instance writes one answer.
 
     `echoes` holds the text that goes in front of each choice: its prompt, when that was asked for.
@@ -76,18 +77,21 @@ class Shape:
             _encode(identity.model),
         )
 
+    @abstractmethod
     def opening(self, index: int, usage: Usage | None) -> bytes:
         """The event that comes before any token of a choice, if there is one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _delta(self, text: str) -> bytes:
-        raise NotImplementedError
+        """A member of a chunk's choice: new text."""
 
+    @abstractmethod
     def _empty(self) -> bytes:
-        raise NotImplementedError
+        """A member of a chunk's choice: no text, for the last one."""
 
+    @abstractmethod
     def _message(self, index: int, text: str) -> bytes:
-        raise NotImplementedError
+        """A member of a whole answer's choice: all of its text."""
 
     def events(self, update: Update, usage: Usage | None) -> bytes:
         """The events of one update: its text, then its end; each with `usage` when it is given."""
