@@ -15,7 +15,17 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from forebay_worker.kernels.cpu_math import MATH, dot, exp, meet, product, rms_norm, take, widen_row
+from forebay_worker.kernels.cpu_math import (
+    MATH,
+    dot,
+    exp,
+    four_dots,
+    meet,
+    product,
+    rms_norm,
+    take,
+    widen_row,
+)
 
 PANEL = 32  # rows of a weight matrix per unit: 36 KB of 16 bits at 576 columns, half of an L2
 PHASES_PER_LAYER = 6
@@ -207,9 +217,14 @@ def _gated(x, w, bias, buffers, units, phase):
         _add_bias(bias, low, high, gate_up)
         _add_bias(bias, size + low, size + high, gate_up)
         for row in range(inner.shape[0]):
-            for at in range(low, high):
-                gate = gate_up[row, at]
-                inner[row, at] = gate / (np.float32(1) + exp(-gate)) * gate_up[row, size + at]
+            gate = gate_up[row, low:high]
+            _silu_mul(gate, gate_up[row, size + low : size + high], inner[row, low:high])
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _silu_mul(gate, up, out):
+    for at in range(out.shape[0]):
+        out[at] = gate[at] / (np.float32(1) + exp(-gate[at])) * up[at]
 
 
 @njit(cache=True, nogil=True, fastmath=MATH)
@@ -273,36 +288,75 @@ def _attention(inputs, keys, values, qkv, scores, mixed, units, phase):
 
 @njit(cache=True, nogil=True, fastmath=MATH)
 def _score(queries, keys, table, head, length, scores):
+    """Four positions of a block at a time: 16 rows at 150 positions in 30 layers, 8 ms for 20."""
     block_size = keys.shape[1]
     scale = np.float32(1 / np.sqrt(queries.shape[1]))
-    for position in range(length):
-        key = keys[table[position // block_size], position % block_size, head]
-        for query in range(queries.shape[0]):
-            scores[query, position] = dot(queries[query], key) * scale
+    for first in range(0, length, block_size):
+        block = keys[table[first // block_size]]
+        count = min(block_size, length - first)
+        fours = count // 4 * 4
+        for at in range(0, fours, 4):
+            k0, k1, k2, k3 = (
+                block[at, head],
+                block[at + 1, head],
+                block[at + 2, head],
+                block[at + 3, head],
+            )
+            for query in range(queries.shape[0]):
+                a, b, c, d = four_dots(queries[query], k0, k1, k2, k3)
+                scores[query, first + at] = a * scale
+                scores[query, first + at + 1] = b * scale
+                scores[query, first + at + 2] = c * scale
+                scores[query, first + at + 3] = d * scale
+        for at in range(fours, count):
+            for query in range(queries.shape[0]):
+                scores[query, first + at] = dot(queries[query], block[at, head]) * scale
 
 
 @njit(cache=True, nogil=True, fastmath=MATH)
 def _softmax(scores, length):
     for query in range(scores.shape[0]):
-        row = scores[query]
+        row = scores[query, :length]
         top = row[0]
-        for at in range(length):
+        for at in range(row.shape[0]):
             top = max(top, row[at])
         total = np.float32(0)
-        for at in range(length):
+        for at in range(row.shape[0]):
             row[at] = exp(row[at] - top)
             total += row[at]
-        for at in range(length):
-            row[at] /= total
+        share = np.float32(1) / total
+        for at in range(row.shape[0]):
+            row[at] *= share
 
 
 @njit(cache=True, nogil=True, fastmath=MATH)
 def _mix(scores, values, table, head, length, out):
     block_size = values.shape[1]
     out[:] = 0
-    for position in range(length):
-        value = values[table[position // block_size], position % block_size, head]
-        for query in range(out.shape[0]):
-            share = scores[query, position]
-            for at in range(out.shape[1]):
-                out[query, at] += share * value[at]
+    for first in range(0, length, block_size):
+        block = values[table[first // block_size]]
+        count = min(block_size, length - first)
+        fours = count // 4 * 4
+        for at in range(0, fours, 4):
+            v0, v1, v2, v3 = (
+                block[at, head],
+                block[at + 1, head],
+                block[at + 2, head],
+                block[at + 3, head],
+            )
+            for query in range(out.shape[0]):
+                share = scores[query, first + at : first + at + 4]
+                _add_four(out[query], share, v0, v1, v2, v3)
+        for at in range(fours, count):
+            value = block[at, head]
+            for query in range(out.shape[0]):
+                share = scores[query, first + at]
+                for k in range(out.shape[1]):
+                    out[query, k] += share * value[k]
+
+
+@njit(cache=True, nogil=True, fastmath=MATH)
+def _add_four(out, share, v0, v1, v2, v3):
+    a, b, c, d = share[0], share[1], share[2], share[3]
+    for k in range(out.shape[0]):
+        out[k] += a * v0[k] + b * v1[k] + c * v2[k] + d * v3[k]
