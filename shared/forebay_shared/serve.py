@@ -154,9 +154,11 @@ class _House:
 
         Any gateway may take a connection: /metrics, which speaks for all of them, says the rest.
         """
-        while await self._get("/ready") is None or (
-            len(_SEES_A_WORKER.findall(await self._get("/metrics") or b"")) < len(self._gateways)
-        ):
+        while True:
+            if await self._get("/ready") is not None:
+                metrics = await self._get("/metrics") or b""
+                if len(_SEES_A_WORKER.findall(metrics)) >= len(self._gateways):
+                    return
             await asyncio.sleep(POLL_S)
 
     async def _model_name(self) -> str:
