@@ -1,6 +1,4 @@
-"""What the tests of the bus share: real echo workers as processes, jobs, and answers put
-together.
-"""
+"""What the tests of the bus share: echo workers as processes, jobs, answers put together."""
 
 import signal
 import subprocess

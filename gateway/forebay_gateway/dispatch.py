@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import msgspec
@@ -45,6 +46,7 @@ ACCEPT_S = 4.0
 LANE_PATIENCE_S = 2.5
 """A worker that lives makes its stream anew within keys.RENEW_S."""
 LANE_LIMIT = 16_384
+CANCEL_AGAIN_S = 0.5
 REPLACE_S = 6.0
 """Longest wait for another worker once one was lost: after the lease, an answer within 10 s."""
 OVERDUE_S = 5.0
@@ -150,9 +152,7 @@ class Generation:
         return self.placement
 
     def _accepted(self, placement: Placement) -> None:
-        """The worker holds the request: from now on, its lease and the deadline of the queue
-        count.
-        """
+        """The worker holds the request: from now on its lease counts, and the queue's deadline."""
         placement.accepted = True
         placement.timer.cancel()
         placement.timer = asyncio.get_running_loop().call_later(
@@ -342,18 +342,29 @@ class Dispatcher:
                 maxlen=keys.WORK_MAXLEN,
                 limit=LANE_LIMIT,
                 patience_s=LANE_PATIENCE_S,
-                undelivered=self._undelivered,
+                undelivered=partial(self._undelivered, worker),
             )
         return lane
 
-    def _undelivered(self, messages: list[Work], error: BusError | None) -> None:
+    def _undelivered(self, worker: str, messages: list[Work], error: BusError | None) -> None:
+        """Takes back what a lane could not deliver: submits end, cancels are tried again."""
         for message in messages:
-            box = self._inbox.get(message.request_id, message.attempt)
-            if isinstance(message, Submit) and box is not None:
+            if isinstance(message, Cancel):
+                continue
+            if (box := self._inbox.get(message.request_id, message.attempt)) is not None:
                 if error is not None:
                     box.fail(error)
                 else:
                     box.lose("not_accepted")
+        cancels = [message for message in messages if isinstance(message, Cancel)]
+        if cancels:
+            loop = asyncio.get_running_loop()
+            loop.call_later(CANCEL_AGAIN_S, self._cancel_again, worker, cancels)
+
+    def _cancel_again(self, worker: str, cancels: list[Cancel]) -> None:
+        """After an outage a worker that lives must not go on for clients that left meanwhile."""
+        if self._roster.get(worker) is not None:
+            self._lane(worker).send(cancels)
 
     def _worker_lost(self, worker: str) -> None:
         for generation in self._generations:

@@ -108,9 +108,7 @@ class Inbox:
         return Feed(keys.reply(gateway), REPLY, self.deliver, owned=True, reset=self.lose_all)
 
     def open(self, request_id: str, attempt: int) -> Box:
-        """A box for an attempt, in place of the one of an earlier attempt. Open it before
-        publishing.
-        """
+        """A box for an attempt, in place of an earlier one's. Open it before publishing."""
         box = self._boxes[request_id] = Box(request_id, attempt)
         return box
 

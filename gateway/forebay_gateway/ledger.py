@@ -71,9 +71,7 @@ class Ledger:
         self._open.clear()
 
     def fold(self, replies: Sequence[Reply]) -> list[Event]:
-        """The events of the current attempt that are new. Nothing passes once something is
-        missing.
-        """
+        """The new events of the current attempt. Nothing passes once something is missing."""
         events: list[Event] = []
         for reply in replies:
             if self.lost is not None:

@@ -28,9 +28,7 @@ LEASE_S = keys.LEASE_MS / 1000
 KEEP_CARD_S = 600.0
 """A model whose last worker went away stays known for so long: its requests wait, not 404."""
 SLOW_STEP_S = 10.0
-"""A worker whose engine has not come round for this long gets nothing new while others are
-there.
-"""
+"""A worker whose engine has not come round for this long is taken last."""
 HUNG_STEP_S = 600.0
 """A worker whose engine has not come round for this long is lost."""
 
@@ -124,9 +122,7 @@ class Roster:
         raise ModelNotFoundError("The model does not exist or is not served here.", param="model")
 
     def candidates(self, card: ModelCard) -> list[Worker]:
-        """The workers that may take a request for `card`: they give the answers that it
-        promises.
-        """
+        """The workers that may take a request for `card`: they give the same answers."""
         able = [
             worker
             for worker in self._workers.values()
@@ -231,9 +227,7 @@ class Roster:
         self._publisher.call("HGETALL", keys.members()).add_done_callback(received)
 
     def _meet(self, beacon: Beacon) -> None:
-        """Takes a member whose lease is there; a member without one is the trace of a dead
-        worker.
-        """
+        """Takes a member whose lease is there; one without is the trace of a dead worker."""
 
         def received(future: asyncio.Future[Value]) -> None:
             alive = not future.cancelled() and future.exception() is None and future.result() == 1

@@ -52,17 +52,13 @@ class Publisher:
         return self._down_since is None
 
     def publish(self, stream: str, packet: bytes, maxlen: int) -> asyncio.Future[Value]:
-        """Appends a packet. The future holds the entry's id, or None when the stream does not
-        exist.
-        """
+        """Appends a packet. The future holds the entry's id; None: there is no such stream."""
         return self.call(
             "XADD", stream, "NOMKSTREAM", "MAXLEN", "~", maxlen, "*", PACKET_FIELD, packet
         )
 
     def announce(self, stream: str, packet: bytes, maxlen: int) -> asyncio.Future[Value]:
-        """Appends a packet to a stream that has no single owner, and makes it when it is not
-        there.
-        """
+        """Appends a packet to a stream that nobody owns; makes the stream if need be."""
         return self.call("XADD", stream, "MAXLEN", "~", maxlen, "*", PACKET_FIELD, packet)
 
     def call(self, *command: Argument) -> asyncio.Future[Value]:

@@ -32,9 +32,7 @@ _CONNECT_TIMEOUT_S = 2.0
 
 
 class Link:
-    """A connection to `url` (redis://, rediss://, unix://), opened on first use and after a
-    failure.
-    """
+    """A connection to `url` (redis://, rediss://, unix://), made on use and after a failure."""
 
     def __init__(self, url: str) -> None:
         # RESP2: every reply of XREAD is a plain list, which costs less to take apart than RESP3's
@@ -85,9 +83,7 @@ class Link:
 
 
 class Backoff:
-    """Waits between attempts: 0.2 s, doubling to 0.5 s, with jitter: fewer than five attempts a
-    second.
-    """
+    """Waits between attempts: 0.2 s, doubling to 0.5 s, plus jitter: less than 5 a second."""
 
     FIRST_S = 0.2
     LAST_S = 0.5

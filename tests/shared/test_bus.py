@@ -105,6 +105,7 @@ async def test_a_publish_to_a_stream_that_nobody_owns_makes_no_key(
 async def test_the_reader_resumes_after_a_restart_with_its_data(
     redis_server: RedisServer, wait_until: WaitUntil
 ) -> None:
+    redis_server.client.config_set("appendfsync", "always")  # else a kill may lose two seconds
     async with house(redis_server.url) as one:
         await one.publisher.drain()
         await wait_until(lambda: one.reader.connected)

@@ -58,9 +58,7 @@ class Service:
         self._accepted: list[tuple[str, Accepted]] = []
 
     def feed(self) -> Feed[Work]:
-        """The work stream, for the worker's reader. What a lost stream held, gateways send
-        again.
-        """
+        """The work stream, for the worker's reader. Gateways send again what a lost one held."""
         return Feed(keys.work(self._worker), WORK, self.receive, owned=True, reset=lambda: None)
 
     @property
@@ -76,9 +74,7 @@ class Service:
                 self._submit(message)
 
     def emit(self, events: Sequence[tuple[str, Reply]]) -> None:
-        """Takes one step's events from the engine's thread. Steps that come faster share a
-        packet.
-        """
+        """Takes one step's events from the engine's thread. Fast steps share a packet."""
         self._emitted.append(events)
         if not self._collecting:
             self._collecting = True

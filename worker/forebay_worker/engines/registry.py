@@ -23,9 +23,7 @@ BUILT_IN = {
 
 
 def build(settings: WorkerSettings) -> Engine:
-    """The engine that `settings.engine` names. Raises ValueError, which lists the names, for
-    another.
-    """
+    """The engine that `settings.engine` names. Raises StartError for an unknown name."""
     return _factory(settings.engine)(settings)
 
 
