@@ -46,7 +46,8 @@ format: $(DEV)  ## Format the code and mend what can be mended
 	@$(BIN)/ruff format .
 
 bench: $(RUNTIME)  ## Measure a running server (PORT, API_KEY; ARGS are forebay bench serve's)
-	@OPENAI_API_KEY="$${API_KEY:-$$OPENAI_API_KEY}" $(BIN)/forebay bench serve --base-url "http://127.0.0.1:$(PORT)" $(ARGS)
+	@key=$${XDG_DATA_HOME:-$$HOME/.local/share}/forebay/api-key; \
+	FOREBAY_API_KEY="$${API_KEY:-$$(cat "$$key" 2>/dev/null)}" exec $(BIN)/forebay bench serve --base-url "http://127.0.0.1:$(PORT)" $(ARGS)
 
 clean:  ## Remove .venv and all caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage

@@ -1,4 +1,4 @@
-"""The chained block hash, for the worker's prefix cache and the gateway's router alike. Exists once.
+"""The chained block hash, for the worker's prefix cache and the gateway's router. Exists once.
 
 h_0 = H(model revision, adapter, cache salt); h_i = H(h_{i-1}, token ids of block i), with H the
 first 8 bytes of BLAKE2b. An engine compares the tokens on a hit, so a collision costs time, never a
@@ -13,7 +13,7 @@ HASH_BYTES = 8
 
 
 def root_hash(revision: str, adapter: str = "", cache_salt: str = "") -> bytes:
-    """The parent of a sequence's first block. The parts are length-prefixed, so none can forge another."""
+    """The parent of a sequence's first block. Parts are length-prefixed: none can forge another."""
     digest = blake2b(digest_size=HASH_BYTES)
     for part in (revision, adapter, cache_salt):
         data = part.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""The error tree: one class per thing that can go wrong for a client, each with its code and status.
+"""The error tree: one class per thing that can go wrong for a client, with its code and status.
 
     ForebayError
     ├── InvalidRequestError        400  invalid_request_error
@@ -154,5 +154,5 @@ _BY_CODE = {cls.code: cls for cls in reversed(_tree(ForebayError))}
 
 
 def from_code(code: str, message: str, *, param: str | None = None) -> ForebayError:
-    """The error that a worker named by its code on the wire; an unknown code is an InternalError."""
+    """The error that a worker named by its code; an unknown code is an InternalError."""
     return _BY_CODE.get(code, InternalError)(message, param=param)

@@ -20,7 +20,7 @@ GREEDY_TEMPERATURE = 1e-4
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A constraint on the text. `source` is a JSON schema, a regex, a Lark grammar or a JSON list."""
+    """A constraint on the text. `source` is a JSON schema, regex, Lark grammar or JSON list."""
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
     source: str = ""
@@ -30,8 +30,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     """One request's sampling. `validate` raises for values that no engine could honour.
 
     `seed` is always concrete on the wire (the gateway draws one when the client gave none), so that
-    a request moved to another worker goes on with the same noise: the noise of the token at position
-    p of sequence i is a pure function of (seed, i, p).
+    a request moved to another worker goes on with the same noise: that of the token at position p
+    of sequence i is a pure function of (seed, i, p).
     """
 
     max_tokens: int = 16

@@ -1,6 +1,6 @@
-"""Settings: one frozen struct per process; each field is a flag, an environment variable and a help text.
+"""Settings: one frozen struct per process; each field is a flag, a variable and a help text.
 
-A field `max_num_seqs` is `--max-num-seqs` and `FOREBAY_MAX_NUM_SEQS`; flags win over the environment.
+A field `max_num_seqs` is `--max-num-seqs` and `FOREBAY_MAX_NUM_SEQS`; the flag wins.
 Secrets (`Secret`) are read from the environment or a flag and masked in every repr; a supervisor
 hands them to its children through the environment only. A bad value stops the process with one line
 that names the flag.

@@ -1,7 +1,7 @@
 """Every message that crosses Redis, as tagged unions in msgpack, and the one WIRE_VERSION.
 
-Version N reads N-1: a field is only ever added, at the end and with a default; a message type is only
-ever added; a reader counts and drops what it does not know. Token ids of prompts travel as packed
+Version N reads N-1: a field is only ever added, at the end and with a default; a message type too;
+a reader counts and drops what it does not know. Token ids of prompts travel as packed
 uint32, those of a step as a short list.
 
     gateway -> worker   Submit, Cancel                          on keys.work(worker)
@@ -9,8 +9,8 @@ uint32, those of a step as a short list.
     worker -> all       Beacon, Farewell                        on keys.roster()
 
 For one sequence of a request the order is: Accepted, Started, Delta*, then exactly one Done; Failed
-ends every sequence of the request that is not done, and may come at any point. A receiver drops what
-carries another attempt than its own.
+ends every sequence of the request that is not done, and may come at any point. A receiver drops
+what carries another attempt than its own.
 """
 
 import sys
@@ -71,7 +71,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_o
     priority: int = 0
     """Lower runs earlier."""
     queue_timeout_ms: int = 0
-    """Longest wait for a first step, from intake on; 0 is no limit. Relative, so clocks may differ."""
+    """Longest wait for a first step, from intake on; 0: no limit. Relative: clocks may differ."""
     traceparent: str = ""
 
 
@@ -105,7 +105,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """The worker holds the request in its own queue; from here on a lost worker is found by its lease."""
+    """The worker holds the request in its queue; from now on its lease tells whether it is lost."""
 
     request_id: str
     attempt: int
@@ -134,7 +134,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="e"):
-    """The sequence ended. `stop_token` is the id that ended it, which is in no Delta (null for a length)."""
+    """The sequence ended. `stop_token` is the id that ended it, in no Delta (null for a length)."""
 
     request_id: str
     attempt: int
@@ -145,7 +145,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="e"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
-    """The worker gave the request up. `code` is one of `errors`; `message` is safe for the client."""
+    """The worker gave the request up. `code` is of `errors`; `message` is safe for the client."""
 
     request_id: str
     attempt: int
