@@ -6,7 +6,6 @@ It binds, connects, serves and drains. It knows no routes and no Redis command.
 import asyncio
 import gc
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -41,11 +40,11 @@ def run(settings: GatewaySettings) -> int:
         where = f"{settings.host}:{settings.port}" if settings.fd < 0 else f"fd {settings.fd}"
         print(f"forebay gateway: cannot listen on {where}: {reason}", file=sys.stderr)
         return 1
-    # uvicorn raises the signal again when it has shut down; we are done by then.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, listener))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, listener))
+    except KeyboardInterrupt:  # before it served
+        return 130
     return 0
 
 

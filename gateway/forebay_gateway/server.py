@@ -5,12 +5,16 @@ It knows no route; the app behind it is any ASGI app.
 
 import asyncio
 import signal
+import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
 from forebay_shared.errors import ForebayError, HeadersTooLargeError, InvalidRequestError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import HANDLED_SIGNALS
 
 from forebay_gateway.api.errors import envelope, error_headers
 
@@ -94,6 +98,20 @@ class Server(uvicorn.Server):
             self._stop_at = 0.0
         self.draining = True
         super().handle_exit(sig, frame)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Takes the signals while it serves; unlike uvicorn, it does not raise them again after:
+        the process still has a farewell to say, and ends with its own exit code."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in HANDLED_SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) and time.monotonic() >= self._stop_at

@@ -73,3 +73,9 @@ def test_ctrl_c_ends_a_gateway_too(listener: socket.socket, tmp_path: Path) -> N
     wait_until(lambda: httpx.get(url, timeout=30).status_code == 200, "it answers")
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 0
+
+
+def test_a_signal_before_it_serves_is_not_lost(listener: socket.socket, tmp_path: Path) -> None:
+    process = start(fd=listener.fileno(), redis_url=f"unix://{tmp_path}/none.sock")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) in (0, -signal.SIGTERM)
