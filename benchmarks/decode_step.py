@@ -122,6 +122,7 @@ def measure(config: ModelConfig, rows: int, decoder: Decoder, ops: CardOps) -> f
     loop = Loop(config, rows, decoder, ops)
     loop.reset()
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the inputs came from another stream
     with torch.cuda.stream(stream):
         loop.step()
     torch.cuda.synchronize()

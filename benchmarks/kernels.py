@@ -79,6 +79,7 @@ class Peak:
 def time_launches(launches: list[Launch]) -> float:
     """Seconds per launch of `launches` one after another in one graph."""
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the inputs came from another stream
     with torch.cuda.stream(stream):
         for launch in launches[:2]:
             launch()

@@ -15,8 +15,8 @@ its logit is, and the search goes on above it. With top_p = 0.95 the first try
 holds 95 times in 100, and each further try halves the remaining probability or better.
 
 Only top_p after top_k needs the k-th largest logit itself. The first pass leaves the maxima of
-4,096 segments of the row; the k-th largest of those, found in registers, is a lower bound of it and for
-small k nearly always equal, which one counting pass proves; else bisection goes on from there.
+4,096 segments of the row; the k-th largest of those, found in registers, is a lower bound of it and
+for small k nearly always equal, which one counting pass proves; else bisection goes on from there.
 
 Several programs share a row's first pass; the one that arrives last merges and filters. It
 knows nothing of penalties, bias and masks, which have changed the logits before.
@@ -86,8 +86,8 @@ def _gumbel(bits):
 
 
 @triton.jit
-def _best(row, first, last, above, inverse, key0, key1, BLOCK: tl.constexpr):
-    """Best id in first..last with a logit above `above`: value, id, logit.
+def _best(row, first, last, above, least, inverse, key0, key1, BLOCK: tl.constexpr):
+    """Best id in first..last, its logit above `above` and from `least` on: value, id, logit.
 
     Also each lane's largest logit [BLOCK] and the number of NaNs. `inverse` is 1 / temperature, or
     0 for greedy: then the value is the logit itself.
@@ -106,7 +106,7 @@ def _best(row, first, last, above, inverse, key0, key1, BLOCK: tl.constexpr):
         score = logit
         if inverse > 0:
             score = logit * inverse + _gumbel(_noise_bits(ids, key0, key1))
-        better = (score > value) & (logit > above)
+        better = (score > value) & (logit > above) & (logit >= least)
         value = tl.where(better, score, value)
         best_id = tl.where(better, ids, best_id)
         best_logit = tl.where(better, logit, best_logit)
@@ -216,7 +216,7 @@ def _sample_kernel(
     first = split * span
     last = tl.minimum(first + span, vocab)
     value, winner, logit, tops, bad = _best(
-        row, first, last, -float("inf"), inverse, key0, key1, BLOCK
+        row, first, last, -float("inf"), -float("inf"), inverse, key0, key1, BLOCK
     )
     top = tl.max(tops, 0)
     segment = tl.arange(0, SPLITS * SEGMENTS)
@@ -265,7 +265,9 @@ def _sample_kernel(
                 ((count < k) | (k_on == 0)) & ((mass < p * whole) | (p >= 1)) & (logit >= floor)
             ) | (logit >= top)
             if kept == 0:
-                _, winner, logit, _, _ = _best(row, 0, vocab, logit, inverse, key0, key1, BLOCK)
+                _, winner, logit, _, _ = _best(
+                    row, 0, vocab, logit, tl.maximum(least, floor), inverse, key0, key1, BLOCK
+                )
     tl.store(tokens + row_id, tl.where(broken, 0, winner).to(tl.int64))
     tl.store(corrupt + row_id, broken.to(tl.int32))
 
