@@ -86,7 +86,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True, kw_o
 Work = Submit | Cancel
 
 
-class Usage(msgspec.Struct, frozen=True, array_like=True):
+class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one sequence cost, measured by the worker."""
 
     prompt_tokens: int = 0
@@ -97,21 +97,21 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     decode_ms: float = 0.0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of the token and of the most likely ones, as (id, logprob), best first."""
 
     logprob: float
     top: list[tuple[int, float]] = []
 
 
-class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+class Accepted(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="a"):
     """The worker holds the request in its queue; from now on its lease tells whether it is lost."""
 
     request_id: str
     attempt: int
 
 
-class Started(msgspec.Struct, frozen=True, array_like=True, tag="b"):
+class Started(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="b"):
     """The first step of sequence `index` is scheduled."""
 
     request_id: str
@@ -122,7 +122,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="b"):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="d"):
     """New tokens of a sequence. `offset` counts the sequence's emitted ids before these."""
 
     request_id: str
@@ -133,7 +133,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     logprobs: list[TokenLogprobs] | None = None
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag="e"):
+class Done(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="e"):
     """The sequence ended. `stop_token` is the id that ended it, in no Delta (null for a length)."""
 
     request_id: str
@@ -144,7 +144,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="e"):
     usage: Usage
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
+class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="f"):
     """The worker gave the request up. `code` is of `errors`; `message` is safe for the client."""
 
     request_id: str
@@ -158,7 +158,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 Reply = Accepted | Started | Delta | Done | Failed
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
+class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's state at one moment. Tokens are uncached prompt tokens still to prefill."""
 
     running: int = 0
