@@ -1,6 +1,6 @@
 """The gateway's own cost, beside the routers smg and vllm-router and the proxy LiteLLM.
 
-    python benchmarks/gateway.py --peers DIR [--quick] [--only forebay smg]
+    python benchmarks/gateway.py --peers DIR [--quick] [--only forebay smg] [--parts memory]
 
 Ours runs whole: key, template, tokeniser, router, Redis, detokeniser, SSE, on the echo engine, with
 one and with two gateway processes. The peers forward to the kit's mock, which answers at once, so
@@ -62,14 +62,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 rounds of 1 s: under 3 minutes")
     names = ["direct", *PEERS, *OURS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="targets")
-    parser.add_argument("--skip-memory", action="store_true")
+    parts = ["speed", "memory"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.seconds = 2, "1"
     results = common.Results("gateway", options)
-    measure_speed(options, results)
-    results.write()
-    if not options.skip_memory:
+    if "speed" in options.parts:
+        measure_speed(options, results)
+        results.write()
+    if "memory" in options.parts:
         measure_memory(options, results)
         results.write()
 
