@@ -12,22 +12,14 @@ from time import monotonic
 
 from forebay_shared.errors import DeadlineError, EngineError, ForebayError, OverloadedError
 from forebay_shared.settings import WorkerSettings
-from forebay_shared.wire import (
-    Delta,
-    Done,
-    Failed,
-    FinishReason,
-    Load,
-    Reply,
-    Started,
-    Submit,
-    Usage,
-)
+from forebay_shared.wire import FinishReason, Load, Reply, Submit, Usage
 
+from forebay_worker.engine import replies
 from forebay_worker.engine.batch import Sampled
 from forebay_worker.engine.block_manager import BlockManager
 from forebay_worker.engine.intake import Limits, sequences_of
 from forebay_worker.engine.ports import Recorder, Runner
+from forebay_worker.engine.replies import Key
 from forebay_worker.engine.scheduler import Plan, Scheduler
 from forebay_worker.engine.sequence import Sequence
 
@@ -38,8 +30,6 @@ MAX_FAILED_STEPS = 3
 _REMEMBERED = 8192
 """Requests whose key is kept after their end, to know a duplicate."""
 
-Key = tuple[str, int]
-"""(request_id, attempt)"""
 Event = tuple[str, Reply]
 """A message and the gateway incarnation that it is for."""
 
@@ -194,7 +184,7 @@ class EngineCore:
 
     def _refuse(self, key: Key, gateway: str, error: ForebayError) -> None:
         self._remember(key)
-        self._events.append((gateway, _failed(key, error)))
+        self._events.append((gateway, replies.failed(key, error)))
 
     def _remember(self, key: Key) -> None:
         self._ended[key] = None
@@ -217,9 +207,7 @@ class EngineCore:
         if not request.started:
             request.started = True
             self._num_queued -= 1
-        queued_ms = (now - sequence.arrived) * 1000
-        started = Started(*request.key, sequence.index, sequence.cached_tokens, queued_ms)
-        self._events.append((sequence.gateway, started))
+        self._events.append((sequence.gateway, replies.started(sequence, now)))
 
     def _settle_all(self, plan: Plan, results: list[Sampled | None], now: float) -> tuple[int, int]:
         """Applies a step's results; prompt tokens of finished prefills and tokens generated."""
@@ -248,31 +236,14 @@ class EngineCore:
         sequence.last_token_at = now
         offset = sequence.num_output
         if sequence.accept(sampled.token_id):
-            logprobs = None if sampled.logprobs is None else [sampled.logprobs]
-            delta = Delta(
-                sequence.request_id,
-                sequence.attempt,
-                sequence.index,
-                offset,
-                [sampled.token_id],
-                logprobs,
-            )
-            self._events.append((sequence.gateway, delta))
+            self._events.append((sequence.gateway, replies.delta(sequence, offset, sampled)))
         if sequence.finish_reason is not None:
             self._finish(sequence, sequence.finish_reason, now)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         self._remove(sequence)
-        usage = _usage(sequence, now)
-        done = Done(
-            sequence.request_id,
-            sequence.attempt,
-            sequence.index,
-            reason,
-            sequence.stop_token,
-            usage,
-        )
-        self._events.append((sequence.gateway, done))
+        usage = replies.usage(sequence, now)
+        self._events.append((sequence.gateway, replies.done(sequence, reason, usage)))
         self._count_end(sequence, reason, usage, now)
 
     def _fail(
@@ -282,8 +253,8 @@ class EngineCore:
         now = monotonic()
         for sequence in list(request.sequences.values()):
             self._remove(sequence, poisoned=isinstance(error, EngineError))
-            self._count_end(sequence, "error", _usage(sequence, now), now)
-        self._events.append((request.gateway, _failed(request.key, error, retryable)))
+            self._count_end(sequence, "error", replies.usage(sequence, now), now)
+        self._events.append((request.gateway, replies.failed(request.key, error, retryable)))
 
     def _fail_rows(self, plan: Plan) -> None:
         error = EngineError("The engine failed in a step of this request.")
@@ -326,27 +297,3 @@ class EngineCore:
             preemptions=plan.preemptions,
             host_s=host_s,
         )
-
-
-def _failed(key: Key, error: ForebayError, retryable: bool | None = None) -> Failed:
-    return Failed(
-        *key,
-        code=error.code,
-        message=error.message,
-        retryable=error.retryable if retryable is None else retryable,
-        param=error.param,
-    )
-
-
-def _usage(sequence: Sequence, now: float) -> Usage:
-    """What it cost so far; a resumed sequence counts what it had emitted elsewhere, too."""
-    started = now if sequence.started_at is None else sequence.started_at
-    first_token = now if sequence.first_token_at is None else sequence.first_token_at
-    return Usage(
-        prompt_tokens=sequence.num_prompt,
-        cached_tokens=sequence.cached_tokens,
-        completion_tokens=sequence.completion_tokens,
-        queued_ms=(started - sequence.arrived) * 1000,
-        prefill_ms=(first_token - started) * 1000,
-        decode_ms=(now - first_token) * 1000,
-    )
