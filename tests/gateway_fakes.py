@@ -147,12 +147,12 @@ class ScriptedGeneration:
 
     async def _step(self, index: int) -> list[Event]:
         play, at = self._plays[index], self._position[index]
+        while at in play.pause_at:  # noqa: ASYNC110  the test that changes it has another thread
+            await asyncio.sleep(0.001)
         if play.error is not None and at >= play.error_after:
             raise play.error
         if play.hang_after is not None and at >= play.hang_after:
             await asyncio.Event().wait()
-        while at in play.pause_at:  # noqa: ASYNC110  the test that changes it has another thread
-            await asyncio.sleep(0.001)
         limit = self.job.sampling.max_tokens
         ids = list(play.token_ids[at : min(at + play.group, limit)])
         self._position[index] += len(ids)
@@ -186,6 +186,8 @@ class ScriptedBackend:
     template: str = TEMPLATE
     max_model_len: int = 512
     ready: bool = True
+    known: bool = True
+    """A worker was seen at some time, so that its model's name is known."""
     telemetry: GatewayMetrics = field(default_factory=lambda: GatewayMetrics(CollectorRegistry()))
     running: dict[str, ScriptedGeneration] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
@@ -226,10 +228,10 @@ class ScriptedBackend:
     store = property(lambda self: self)
 
     def cards(self) -> list[ModelCard]:
-        return [self.card] if self.ready else []
+        return [self.card] if self.known else []
 
     def find(self, name: str) -> ModelCard:
-        if not self.ready:
+        if not self.known:
             raise NoWorkerError("No worker is ready.", retry_after_s=1.0)
         if name not in self.card.names:
             raise ModelNotFoundError("The model does not exist.", param="model")
@@ -298,7 +300,7 @@ class Api:
         """Back to the plain script, books empty."""
         fresh = self.backend
         fresh.script = lambda job, index: Play(fresh.answer)
-        fresh.ready = True
+        fresh.ready = fresh.known = True
         fresh.stopped = 0
         fresh.cancelled.clear()
         fresh.jobs.clear()

@@ -3,13 +3,15 @@
 import json
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from forebay_gateway.api.openai.answers import EARLY_S
 from forebay_gateway.server import MAX_HEADERS
-from forebay_shared.errors import EngineError
+from forebay_shared.errors import EngineError, NoWorkerError
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import (
     ANSWER,
@@ -100,6 +102,20 @@ def test_the_role_comes_before_the_first_token_of_a_slow_engine(api: Api) -> Non
     with api.http.stream("POST", CHAT, json=sent) as response:
         first = next(response.iter_bytes())
     assert b'"delta":{"role":"assistant","content":""}' in first
+
+
+def test_a_stream_that_waits_for_a_lost_worker_in_vain_is_a_plain_503(api: Api) -> None:
+    wait = [0]
+    error = NoWorkerError("No worker came back.", retry_after_s=1.0)
+    api.backend.script = lambda job, index: Play([], pause_at=wait, error=error)
+    api.backend.ready = False
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: api.chat(stream=True))
+        time.sleep(2 * EARLY_S)  # the very time in question
+        wait.clear()
+        response = answer.result()
+    assert response.status_code == 503
+    assert check_error(response.content)["code"] == "no_worker"
 
 
 def test_a_request_in_pieces_is_one_request(api: Api) -> None:

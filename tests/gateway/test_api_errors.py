@@ -285,14 +285,14 @@ def test_an_unknown_model_is_a_404_that_says_so(api: Api) -> None:
 
 
 def test_no_worker_is_a_503_that_asks_to_come_back(api: Api) -> None:
-    api.backend.ready = False
+    api.backend.ready = api.backend.known = False
     for response in (api.chat(), api.complete(stream=True), api.http.get("/ready")):
         assert refused(response, 503)["code"] == "no_worker"
         assert int(response.headers["retry-after"]) >= 1
         assert "x-should-retry" not in response.headers
     assert api.http.get("/health").is_success
     assert api.http.get("/v1/models").json()["data"] == []
-    api.backend.ready = True
+    api.reset()
 
 
 def test_more_open_requests_than_allowed_get_a_503_and_health_still_answers() -> None:

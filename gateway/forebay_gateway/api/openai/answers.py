@@ -53,12 +53,22 @@ class WholeAnswer:
 
 
 class StreamedAnswer:
-    """An answer as server-sent events."""
+    """An answer as server-sent events.
 
-    def __init__(self, transcript: Transcript, shape: Shape, open_streams: Gauge) -> None:
+    `early_s` is how long errors are plain JSON, whatever they are; None: until the engine speaks.
+    """
+
+    def __init__(
+        self,
+        transcript: Transcript,
+        shape: Shape,
+        open_streams: Gauge,
+        early_s: float | None = EARLY_S,
+    ) -> None:
         self._transcript = transcript
         self._shape = shape
         self._open_streams = open_streams
+        self._early_s = early_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = EventStream(send)
@@ -99,7 +109,7 @@ class StreamedAnswer:
 
     async def _early(self) -> list[Update]:
         try:
-            async with asyncio.timeout(EARLY_S):
+            async with asyncio.timeout(self._early_s):
                 return await self._transcript.advance()
         except TimeoutError:
             return []

@@ -15,7 +15,7 @@ from forebay_shared.sampling import SamplingParams
 from litestar.types import ASGIApp
 
 from forebay_gateway.api.openai import params
-from forebay_gateway.api.openai.answers import StreamedAnswer, WholeAnswer
+from forebay_gateway.api.openai.answers import EARLY_S, StreamedAnswer, WholeAnswer
 from forebay_gateway.api.openai.generate import Transcript
 from forebay_gateway.api.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from forebay_gateway.api.openai.messages import conversation
@@ -141,7 +141,9 @@ class OpenAIService:
         )
         if not request.stream:
             return WholeAnswer(transcript, shape)
-        return StreamedAnswer(transcript, shape, self._backend.telemetry.open_streams)
+        # Without any worker a 503 may be the answer, however late: then no status goes out before.
+        early_s = EARLY_S if self._backend.roster.ready else None
+        return StreamedAnswer(transcript, shape, self._backend.telemetry.open_streams, early_s)
 
 
 def find_model(roster: Models, name: str) -> ModelCard:
