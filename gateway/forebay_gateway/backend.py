@@ -56,19 +56,24 @@ class Backend:
 
     async def metrics(self) -> str:
         """One Prometheus exposition of this process and of every live gateway and worker."""
-        own = snapshot(self.telemetry.registry)
-        snapshots = [({"gateway": self.gateway}, own)]
-        with contextlib.suppress(BusError):
-            members = cast(list[bytes], await self.publisher.call("SMEMBERS", keys.gateways()))
-            others = [name.decode() for name in members if name.decode() != self.gateway]
-            for name, data in await self._fetch(others):
-                if data is None:
-                    self.publisher.call("SREM", keys.gateways(), name)
-                else:
-                    snapshots.append(({"gateway": name}, data))
-            workers = await self._fetch(self.roster.workers)
-            snapshots.extend(({}, data) for _, data in workers if data is not None)
+        snapshots = [({"gateway": self.gateway}, snapshot(self.telemetry.registry))]
+        if self.connected:
+            with contextlib.suppress(BusError):
+                snapshots.extend(await self._others())
         return render(snapshots)
+
+    async def _others(self) -> list[tuple[dict[str, str], bytes]]:
+        """Snapshots of the other live processes. A gateway whose snapshot is gone is dead."""
+        members = cast(list[bytes], await self.publisher.call("SMEMBERS", keys.gateways()))
+        names = {member.decode() for member in members} - {self.gateway}
+        snapshots: list[tuple[dict[str, str], bytes]] = []
+        for name, data in await self._fetch(sorted(names)):
+            if data is None:
+                self.publisher.call("SREM", keys.gateways(), name)
+            else:
+                snapshots.append(({"gateway": name}, data))
+        workers = await self._fetch(self.roster.workers)
+        return snapshots + [({}, data) for _, data in workers if data is not None]
 
     async def _fetch(self, processes: list[str]) -> list[tuple[str, bytes | None]]:
         calls = [self.publisher.call("GET", keys.metrics(name)) for name in processes]

@@ -105,7 +105,10 @@ class Roster:
 
     def cards(self) -> list[ModelCard]:
         """One card per served model, by main name; models long without a worker are gone."""
-        return list({card.name: card for card in self._known()}.values())
+        cards: dict[str, ModelCard] = {}
+        for card in self._known():
+            cards.setdefault(card.name, card)
+        return list(cards.values())
 
     def find(self, name: str) -> ModelCard:
         """The card that serves `name` (any of its names).

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 from bus_house import Answer, WorkerProcess, answer, expected, job, run_job, workers
-from conftest import RedisServer, WaitUntil
 from forebay_gateway.backend import Backend, connect
 from forebay_shared import keys
 from forebay_shared.errors import (
@@ -20,6 +19,7 @@ from forebay_shared.errors import (
 from forebay_shared.packets import REPLY, WORK
 from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.wire import Delta, Submit
+from redis_house import RedisServer, WaitUntil
 
 PATIENCE_S = 10.0
 """A client has an answer or an error after a fault and its repair."""

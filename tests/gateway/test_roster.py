@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 from bus_house import job, run_job, workers
-from conftest import RedisServer, WaitUntil
 from forebay_gateway.backend import Backend, connect
 from forebay_gateway.roster import LEASE_S, Roster
 from forebay_shared import keys
@@ -19,6 +18,7 @@ from forebay_shared.supervise import Supervisor
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Beacon, Farewell, Load
 from prometheus_client import CollectorRegistry
+from redis_house import RedisServer, WaitUntil
 
 
 @asynccontextmanager
@@ -177,3 +177,21 @@ async def test_silence_counts_only_while_redis_answers(
     quiet_roster.receive([_beacon(Load())])
     quiet_roster.check(clock(asyncio.get_running_loop().time()))
     assert (quiet_roster.workers == []) is lapses
+
+
+async def test_one_scrape_shows_every_live_process_and_forgets_dead_ones(
+    redis_url: str, wait_until: WaitUntil, session_redis: RedisServer
+) -> None:
+    client = session_redis.client
+    async with backend(redis_url) as one, backend(redis_url) as other:
+        with workers(redis_url, 1):
+            await wait_until(lambda: one.roster.ready)
+            client.sadd(keys.gateways(), "dead")
+            await wait_until(lambda: client.exists(keys.metrics(other.gateway)) == 1)
+            await wait_until(lambda: client.exists(keys.metrics(one.roster.workers[0])) == 1)
+            text = await one.metrics()
+            for gateway in (one.gateway, other.gateway):
+                assert f'forebay_workers{{gateway="{gateway}"}}' in text
+            assert f'engine="{one.roster.workers[0]}",model_name="echo"' in text
+            assert text.count("# TYPE forebay_workers gauge") == 1
+            await wait_until(lambda: not client.sismember(keys.gateways(), "dead"))

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from conftest import RedisServer, WaitUntil
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import BusError
@@ -16,6 +15,7 @@ from forebay_shared.packets import REPLY
 from forebay_shared.reader import Feed, Reader
 from forebay_shared.supervise import Supervisor
 from forebay_shared.wire import Accepted, Reply
+from redis_house import RedisServer, WaitUntil
 
 GATEWAY = "g1"
 STREAM = keys.reply(GATEWAY)

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from conftest import RedisServer, WaitUntil
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import EngineError
@@ -21,6 +20,7 @@ from forebay_worker import main, service
 from forebay_worker.engines.base import Emit, Recorder
 from forebay_worker.engines.echo import EchoEngine
 from forebay_worker.service import Service
+from redis_house import RedisServer, WaitUntil
 
 
 class PlayedEngine:
