@@ -21,7 +21,7 @@ NAN = -1
 
 
 class FakeRunner:
-    """Deterministic; `corrupt` and `failures` make it misbehave."""
+    """Deterministic; `corrupt`, `poison` and `failures` make it misbehave."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.corrupt: set[str] = set()
+        self.poison: set[str] = set()
         self.failures = 0
         self.batches: list[list[ScheduledRow]] = []
         self.tokens_computed = 0
@@ -45,8 +46,8 @@ class FakeRunner:
         assert ones == sorted(ones, reverse=True), "decodes come first"
         self.batches.append(list(rows))
         self.tokens_computed += sum(row.num_new for row in rows)
-        if self.failures:
-            self.failures -= 1
+        if self.failures or any(row.sequence.request_id in self.poison for row in rows):
+            self.failures = max(0, self.failures - 1)
             raise RuntimeError("out of memory")
         return [self._run(row) for row in rows]
 

@@ -309,29 +309,50 @@ def test_a_corrupt_request_fails_alone_and_leaves_nothing_in_the_cache() -> None
     assert free_blocks(core) == runner.num_blocks
 
 
-def test_a_failed_step_fails_its_batch_for_a_retry_and_the_engine_goes_on() -> None:
+def test_a_passing_fault_of_a_step_harms_nobody() -> None:
     runner = FakeRunner()
-    core = make_core(runner, max_num_seqs=1)
+    core = make_core(runner)
     runner.failures = 1
-    messages = run(core, make_submit("unlucky", PROMPT), make_submit("later", PROMPT))
+    messages = run(core, make_submit("a", PROMPT), make_submit("b", PROMPT))
+    assert output(messages, request_id="a") == output(messages, request_id="b") == FREE[:8]
+    assert free_blocks(core) == runner.num_blocks
+
+
+def test_a_request_that_the_runner_cannot_bear_fails_alone_and_for_good() -> None:
+    runner = FakeRunner()
+    core = make_core(runner)
+    runner.poison = {"bad"}
+    messages = run(core, make_submit("bad", [9] * 9), make_submit("good", PROMPT))
     failed = only(messages, Failed)
-    assert (failed.request_id, failed.retryable) == ("unlucky", True)
+    assert (failed.request_id, failed.retryable) == ("bad", False)
     assert "memory" not in failed.message
-    assert output(messages, request_id="later") == FREE[:8]
+    assert output(messages, request_id="good") == FREE[:8]
     assert core.healthy
+    assert not only(run(core, make_submit("bad", [9] * 9, attempt=2)), Failed).retryable
+    assert free_blocks(core) == runner.num_blocks
+
+
+def test_a_step_in_which_no_row_can_run_fails_its_batch_for_a_retry() -> None:
+    runner = FakeRunner()
+    core = make_core(runner)
+    runner.failures = 3
+    messages = run(core, make_submit("a", PROMPT), make_submit("b", [9] * 9))
+    failed = [message for message in messages if isinstance(message, Failed)]
+    assert [each.retryable for each in failed] == [True, True]
+    assert output(run(core, make_submit("later", PROMPT)), request_id="later") == FREE[:8]
     assert free_blocks(core) == runner.num_blocks
 
 
 def test_three_failed_steps_in_a_row_make_the_engine_dead() -> None:
     runner = FakeRunner()
     core = make_core(runner)
-    for failures, healthy in ((2, True), (3, False)):
-        runner.failures = failures
-        for at in range(failures):
-            core.submit(make_submit(f"{failures}-{at}", PROMPT), monotonic())
+    for failed_steps, healthy in ((2, True), (3, False)):
+        runner.failures = 2 * failed_steps  # a lone row is tried twice
+        for at in range(failed_steps):
+            core.submit(make_submit(f"{failed_steps}-{at}", PROMPT), monotonic())
             core.step()
         assert core.healthy == healthy
-        run(core, make_submit(f"{failures}-fine", PROMPT))
+        run(core, make_submit(f"{failed_steps}-fine", PROMPT))
 
 
 def test_a_result_of_the_wrong_shape_is_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:

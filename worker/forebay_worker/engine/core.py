@@ -150,13 +150,13 @@ class EngineCore:
         self._announce(plan, began)
         called = monotonic()
         try:
-            results = self._runner.execute(plan.rows)
+            results = self._execute(plan)
             now = monotonic()
             counted = self._settle_all(plan, results, now)
         except Exception:
             _log.exception("a step of %d rows failed", len(plan.rows))
             self._failed_steps += 1
-            self._fail_rows(plan)
+            self._fail_rows(plan, retryable=len(plan.rows) > 1)
             return
         self._failed_steps = 0
         self._record(plan, counted, host_s=called - began + monotonic() - now)
@@ -209,6 +209,29 @@ class EngineCore:
             self._num_queued -= 1
         self._events.append((sequence.gateway, replies.started(sequence, now)))
 
+    def _execute(self, plan: Plan) -> list[Sampled | None]:
+        """Runs the step. When that raises, each row is tried alone, so that a bad row fails alone
+        and a passing fault harms nobody.
+
+        Raises what the last row raised when not one succeeds. With several rows that is the
+        engine's fault and another worker may do better; a lone row is not sent to fail elsewhere.
+        """
+        try:
+            return self._runner.execute(plan.rows)
+        except Exception:
+            _log.exception("a step of %d rows failed; each row is tried alone", len(plan.rows))
+        results: list[Sampled | None] = []
+        failed = 0
+        for row in plan.rows:
+            try:
+                results += self._runner.execute([row])
+            except Exception:
+                failed += 1
+                if failed == len(plan.rows):
+                    raise
+                results.append(Sampled(0, corrupt=True))
+        return results
+
     def _settle_all(self, plan: Plan, results: list[Sampled | None], now: float) -> tuple[int, int]:
         """Applies a step's results; prompt tokens of finished prefills and tokens generated."""
         prompt_tokens = generated = 0
@@ -256,12 +279,12 @@ class EngineCore:
             self._count_end(sequence, "error", replies.usage(sequence, now), now)
         self._events.append((request.gateway, replies.failed(request.key, error, retryable)))
 
-    def _fail_rows(self, plan: Plan) -> None:
+    def _fail_rows(self, plan: Plan, *, retryable: bool) -> None:
         error = EngineError("The engine failed in a step of this request.")
         for sequence in plan.sequences:
             if not sequence.ended:
                 request = self._requests[sequence.request_id, sequence.attempt]
-                self._fail(request, error, retryable=True)
+                self._fail(request, error, retryable=retryable)
 
     def _remove(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         sequence.ended = True
