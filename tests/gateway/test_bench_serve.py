@@ -100,7 +100,7 @@ def test_a_run_reports_what_the_server_did(
     extra = ["--temperature", "0", "--ignore-eos", "--extra-body", '{"top_k": 5}']
     assert main(["serve", "--base-url", f"{url}/v1", *SMALL, *save, *extra]) == 0
     result = json.loads((tmp_path / "r.json").read_text())
-    assert (result["completed"], result["failed"]) == (6, 0)
+    assert (result["model_id"], result["completed"], result["failed"]) == ("tiny", 6, 0)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (30, 18)
     assert result["request_throughput"] == pytest.approx(6 / result["duration"])
     assert {"mean_ttft_ms", "median_tpot_ms", "std_itl_ms", "p99_itl_ms"} <= set(result)
@@ -249,6 +249,13 @@ def test_a_bad_flag_is_named(
         parse(argv)
     assert stop.value.code == 2
     assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_server_that_does_not_come_up_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = ["--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0.01"]
+    assert main(["serve", *nobody]) == 1
+    expected = "forebay bench: http://127.0.0.1:1 listed no model within 0.01 s\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_a_trace_without_a_path_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,7 @@ class Client:
 
 
 def _take(chunk: _Chunk, outcome: Outcome, text: list[str], now: float) -> None:
-    """Enters one chunk. The text of the first choice counts, as the figures are per request."""
+    """Enters one chunk; what comes for any of the choices counts, as figures are per request."""
     if chunk.error is not None:
         outcome.error, outcome.detail = "error event", _shorten(msgspec.json.encode(chunk.error))
     if chunk.usage is not None:

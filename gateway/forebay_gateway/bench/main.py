@@ -23,6 +23,14 @@ from forebay_gateway.bench.report import json_result, text_report
 USAGE = "usage: forebay bench serve [--help] …"
 
 
+class Run(msgspec.Struct, frozen=True):
+    """What one run gave."""
+
+    model: str
+    metrics: Metrics
+    outcomes: list[Outcome]
+
+
 class BenchError(Exception):
     """The run could not be made; the message is for the user."""
 
@@ -34,25 +42,24 @@ def main(argv: list[str]) -> int:
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
     options = parse(argv[1:])
     try:
-        metrics, outcomes = uvloop.run(bench(options))
+        run = uvloop.run(bench(options))
     except (BenchError, ValueError, OSError, aiohttp.ClientError) as exc:
         print(f"forebay bench: {exc or type(exc).__name__}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    _show(options, metrics, outcomes)
-    return 0 if metrics.completed else 1
+    _show(options, run)
+    return 0 if run.metrics.completed else 1
 
 
-async def bench(options: BenchOptions) -> tuple[Metrics, list[Outcome]]:
+async def bench(options: BenchOptions) -> Run:
     """One run. Raises BenchError, OSError, ValueError or aiohttp.ClientError if it cannot start."""
     samples = make_samples(options)
     offsets = _offsets(options, samples)
     async with Client(
         options.url, options.path, headers=_headers(options), timeout_s=options.timeout
     ) as client:
-        if options.ready_check_timeout_sec:
-            await client.wait_ready(options.ready_check_timeout_sec)
+        await _wait_ready(client, options)
         model = options.model or await client.first_model()
         as_ids = await _takes_ids(client, options, model)
         bodies = [_body(options, model, sample, as_ids) for sample in samples]
@@ -61,7 +68,7 @@ async def bench(options: BenchOptions) -> tuple[Metrics, list[Outcome]]:
             await load.play(
                 client, warmups, [0.0] * len(warmups), max_concurrency=options.max_concurrency
             )
-        with _progress(options) as bar:
+        with _progress(options, len(bodies)) as bar:
             outcomes, duration = await load.play(
                 client,
                 bodies,
@@ -72,7 +79,17 @@ async def bench(options: BenchOptions) -> tuple[Metrics, list[Outcome]]:
             )
     for sample, outcome in zip(samples, outcomes, strict=True):
         outcome.prompt_tokens = outcome.prompt_tokens or len(sample.prompt)
-    return measure(outcomes, duration, options.metric_percentiles, options.goodput), outcomes
+    metrics = measure(outcomes, duration, options.metric_percentiles, options.goodput)
+    return Run(model, metrics, outcomes)
+
+
+async def _wait_ready(client: Client, options: BenchOptions) -> None:
+    wait_s = options.ready_check_timeout_sec
+    try:
+        if wait_s:
+            await client.wait_ready(wait_s)
+    except TimeoutError:
+        raise BenchError(f"{options.url} listed no model within {wait_s:g} s") from None
 
 
 def _warmup_samples(options: BenchOptions) -> list[Sample]:
@@ -126,8 +143,8 @@ def _headers(options: BenchOptions) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _progress(options: BenchOptions) -> Generator["tqdm[Any]"]:
-    bar = tqdm(total=options.num_prompts, unit="req", disable=options.disable_tqdm, leave=False)
+def _progress(options: BenchOptions, total: int) -> Generator["tqdm[Any]"]:
+    bar = tqdm(total=total, unit="req", disable=options.disable_tqdm, leave=False)
     with contextlib.closing(bar):
         yield bar
 
@@ -136,30 +153,30 @@ def _advance(bar: "tqdm[Any]") -> None:
     bar.update()
 
 
-def _show(options: BenchOptions, metrics: Metrics, outcomes: list[Outcome]) -> None:
+def _show(options: BenchOptions, run: Run) -> None:
     print(
         text_report(
-            metrics,
+            run.metrics,
             percentile_metrics=options.percentile_metrics,
             max_concurrency=options.max_concurrency,
             request_rate=options.request_rate or float("inf"),
         )
     )
-    first = next((outcome for outcome in outcomes if outcome.error), None)
+    first = next((outcome for outcome in run.outcomes if outcome.error), None)
     if first:
         print(f"first failure: {first.error}: {first.detail}", file=sys.stderr)
     if options.save_result or options.save_detailed:
-        _save(options, metrics, outcomes)
+        _save(options, run)
 
 
-def _save(options: BenchOptions, metrics: Metrics, outcomes: list[Outcome]) -> None:
+def _save(options: BenchOptions, run: Run) -> None:
     rate = options.request_rate or float("inf")
-    run: dict[str, Any] = {
+    about: dict[str, Any] = {
         "backend": options.backend,
         "base_url": options.url,
-        "model_id": options.model or None,
+        "model_id": run.model,
         "dataset": options.dataset_name,
-        "num_prompts": len(outcomes),
+        "num_prompts": len(run.outcomes),
         "seed": options.seed,
         "request_rate": str(rate) if rate == float("inf") else rate,
         "burstiness": options.burstiness,
@@ -167,9 +184,9 @@ def _save(options: BenchOptions, metrics: Metrics, outcomes: list[Outcome]) -> N
         **options.metadata,
     }
     result = json_result(
-        metrics,
-        outcomes,
-        run=run,
+        run.metrics,
+        run.outcomes,
+        about=about,
         percentile_metrics=options.percentile_metrics,
         detailed=options.save_detailed,
     )

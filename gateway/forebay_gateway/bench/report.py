@@ -54,14 +54,14 @@ def json_result(
     metrics: Metrics,
     outcomes: list[Outcome],
     *,
-    run: dict[str, Any],
+    about: dict[str, Any],
     percentile_metrics: tuple[str, ...],
     detailed: bool,
 ) -> dict[str, Any]:
-    """The JSON of --save-result; `run` says what was run. Times are in ms, arrays in seconds."""
+    """The JSON of --save-result; `about` says what was run. Times are in ms, arrays in seconds."""
     result: dict[str, Any] = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        **run,
+        **about,
         "duration": metrics.duration,
         "completed": metrics.completed,
         "failed": metrics.failed,
