@@ -37,6 +37,8 @@ TEXTS = [
     "\x00\x01\x7f null and control",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
 ]
+UNKNOWN = "\x04\x06\x13\x14\x16\x1d"
+"""Bytes that SmolLM2's vocabulary lacks; so do 0xf1 and 0xf2, which start U+40000 and beyond."""
 DIGITS_ALONE = {
     # llama.cpp's ids. Digits are parted first, as SmolLM2 was trained; transformers' reading of
     # GGUF files does not know that, and splits runs of spaces otherwise.
@@ -64,6 +66,7 @@ def test_the_demo_model_has_the_name_config_and_files_that_everyone_reads(demo: 
 
 
 @needs_demo
+@pytest.mark.timeout(400)  # transformers takes 10 s of processor time for it
 def test_the_demo_models_tensors_equal_those_that_transformers_dequantises(demo: Path) -> None:
     file = demo_file()
     reference = AutoModelForCausalLM.from_pretrained(
@@ -101,7 +104,7 @@ def test_the_demo_models_ids_and_template_equal_those_of_transformers(demo: Path
 
 @needs_demo
 @settings(deadline=None, max_examples=50)
-@given(st.text(max_size=40))
+@given(st.text(st.characters(exclude_characters=UNKNOWN, max_codepoint=0x3FFFF), max_size=40))
 def test_any_text_survives_the_demo_models_tokenizer(demo: Path, text: str) -> None:
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
