@@ -73,6 +73,17 @@ async def test_what_the_engine_refuses_is_raised_as_it_is(
         assert caught.value.param == "prompt"
 
 
+async def test_a_full_queue_is_refused_at_once_when_there_is_no_other_worker(
+    backend: Backend, redis_url: str, wait_until: WaitUntil
+) -> None:
+    with workers(redis_url, 1):
+        await wait_until(lambda: backend.roster.ready)
+        with pytest.raises(OverloadedError) as caught:
+            await run_job(backend, job(backend, n=2000))
+        assert caught.value.code == "overloaded"
+        assert _count(backend, "resubmitted", reason="failed") == 0
+
+
 async def test_no_worker_in_time_is_a_503_with_a_hint(
     redis_url: str, wait_until: WaitUntil
 ) -> None:
