@@ -56,6 +56,7 @@ class Service:
         self._emitted: deque[Sequence[tuple[str, Reply]]] = deque()
         self._collecting = False
         self._accepted: list[tuple[str, Accepted]] = []
+        self._accepting: asyncio.TimerHandle | None = None
 
     def feed(self) -> Feed[Work]:
         """The work stream, for the worker's reader. Gateways send again what a lost one held."""
@@ -127,14 +128,17 @@ class Service:
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         self._open[submit.gateway][key] = len(submit.starts)
-        if not self._accepted:
-            self._loop.call_later(ACCEPT_DELAY_S, self._collect)
+        if self._accepting is None:
+            self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
         self._accepted.append((submit.gateway, Accepted(*key)))
         self._engine.submit(submit)
 
     def _collect(self) -> None:
         """Packs what was accepted and what the engine has emitted since, by gateway."""
         self._collecting = False
+        if self._accepting is not None:
+            self._accepting.cancel()
+            self._accepting = None
         packets: defaultdict[str, list[Reply]] = defaultdict(list)
         for gateway, accepted in self._accepted:
             packets[gateway].append(accepted)
