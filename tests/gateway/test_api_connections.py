@@ -208,6 +208,19 @@ def test_a_stream_that_outlives_the_drain_time_ends_with_an_error() -> None:
         wait_until(lambda: len(api.backend.cancelled) == 1, "the job is cancelled")
 
 
+def test_a_whole_answer_that_outlives_the_drain_time_is_a_503() -> None:
+    with (
+        running_api(settings=GatewaySettings(drain_timeout_s=1.0)) as api,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        api.backend.script = lambda job, index: Play(api.backend.answer, hang_after=2)
+        answer = pool.submit(api.chat)
+        wait_until(lambda: len(api.backend.running) == 1, "the job runs")
+        api.server.handle_exit(signal.SIGINT, None)
+        assert answer.result().status_code == 503
+        assert check_error(answer.result().content)["code"] == "overloaded"
+
+
 class TestOpenAISdk:
     """The official client, unchanged."""
 

@@ -23,15 +23,14 @@ async def while_connected(receive: Receive) -> AsyncGenerator[None]:
             pass
         interrupt.reschedule(0)
 
-    watcher: asyncio.Task[None] | None = None
     try:
         async with interrupt:
             watcher = asyncio.create_task(watch(), name="disconnect-watch")
-            yield
+            try:
+                yield
+            finally:
+                watcher.cancel()
     except TimeoutError:
         if interrupt.expired():
             raise ClientGoneError from None
         raise
-    finally:
-        if watcher is not None:
-            watcher.cancel()

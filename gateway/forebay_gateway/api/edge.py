@@ -15,7 +15,7 @@ from forebay_shared.telemetry import GatewayMetrics
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
-from forebay_gateway.api.errors import ClientGoneError, Headers
+from forebay_gateway.api.errors import Headers
 from forebay_gateway.api.respond import Answer, error_answer
 from forebay_gateway.auth import METRICS_PATH, OPEN_PATHS, Keyring
 
@@ -91,8 +91,6 @@ class Edge:
         telemetry.open_requests.inc()
         try:
             await self._admitted(scope, receive, send_out, path, headers)
-        except ClientGoneError:
-            pass
         except asyncio.CancelledError:
             if status == _CLIENT_CLOSED:
                 await error_answer(OverloadedError(_ENDING))(scope, receive, send_out)

@@ -17,7 +17,6 @@ from forebay_shared.errors import (
 )
 from litestar.exceptions import (
     ClientException,
-    HTTPException,
     MethodNotAllowedException,
     NotFoundException,
 )
@@ -83,8 +82,6 @@ def foreseen(error: Exception) -> tuple[ForebayError, Headers]:
     return ours, error_headers(ours)
 
 
-def _without_text(error: Exception) -> BaseException:
+def _without_text(error: Exception) -> Exception:
     """The error with its place but without its message, which may quote what a client wrote."""
-    if isinstance(error, HTTPException):
-        return error
     return RuntimeError(type(error).__name__).with_traceback(error.__traceback__)
