@@ -38,6 +38,7 @@ class Backend:
         self.reader = Reader(
             settings.redis_url, [self.inbox.feed(self.gateway), self.roster.feed()]
         )
+        self.supervisors: tuple[Supervisor, ...] = ()
         self._reconnects = 0
         self._bad_messages = 0
         self.dispatcher = Dispatcher(
@@ -53,6 +54,10 @@ class Backend:
     def connected(self) -> bool:
         """Redis answers."""
         return self.reader.connected
+
+    async def failure(self) -> None:
+        """Waits for ever, or raises what ended one of the tasks: the process must end then."""
+        await asyncio.gather(*(supervisor.failure() for supervisor in self.supervisors))
 
     async def metrics(self) -> str:
         """One Prometheus exposition of this process and of every live gateway and worker."""
@@ -134,5 +139,6 @@ async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
         async with Supervisor("gateway") as reading:
             reading.start("reader", backend.reader.run())
             reading.start("upkeep", backend.upkeep())
+            backend.supervisors = (publishing, reading)
             yield backend
         await shielded(backend.farewell(), FAREWELL_S)

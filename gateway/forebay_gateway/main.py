@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 import uvicorn
 import uvloop
+from forebay_shared.logs import configure_logging
 from forebay_shared.settings import GatewaySettings
 
 from forebay_gateway.app import create_app
-from forebay_gateway.backend import connect
+from forebay_gateway.backend import Backend, connect
 from forebay_gateway.server import Protocol, Server
 
 KEEP_ALIVE_S = 75
@@ -27,9 +28,7 @@ GC_THRESHOLDS = (20_000, 50, 50)
 
 def run(settings: GatewaySettings) -> int:
     """Serves until SIGTERM or SIGINT; the process's exit code. An error at start is one line."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    configure_logging(settings.log_level, "gateway")
     server_log = logging.getLogger("uvicorn.error")
     server_log.setLevel(logging.ERROR)  # anybody can make it warn, once per bad request
     server_log.addFilter(_is_news)
@@ -42,10 +41,9 @@ def run(settings: GatewaySettings) -> int:
         return 1
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, listener))
+            return runner.run(_serve(settings, listener))
     except KeyboardInterrupt:  # before it served
         return 130
-    return 0
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:
@@ -58,7 +56,7 @@ def _listen(settings: GatewaySettings) -> socket.socket:
     return socket.create_server(address, family=family, backlog=BACKLOG)
 
 
-async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
+async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
     async with connect(settings) as backend:
         server: Server | None = None
         app = create_app(settings, backend, lambda: server is not None and server.draining)
@@ -66,7 +64,23 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        await server.serve(sockets=[listener])
+        return await _until_failure(server, listener, backend)
+
+
+async def _until_failure(server: Server, listener: socket.socket, backend: Backend) -> int:
+    """Serves to the end. A gateway whose reader or publisher has crashed ends too, with a 1: it
+    could only make clients wait, and whoever supervises it starts a sound one."""
+
+    def end(_: asyncio.Future[None]) -> None:
+        server.should_exit = True
+
+    failure = asyncio.create_task(backend.failure(), name="gateway.failure")
+    failure.add_done_callback(end)
+    await server.serve(sockets=[listener])
+    if failure.done() and failure.exception() is not None:
+        return 1
+    failure.cancel()
+    return 0
 
 
 def server_config(app: Callable[..., object], settings: GatewaySettings) -> uvicorn.Config:

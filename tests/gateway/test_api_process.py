@@ -79,3 +79,26 @@ def test_a_signal_before_it_serves_is_not_lost(listener: socket.socket, tmp_path
     process = start(fd=listener.fileno(), redis_url=f"unix://{tmp_path}/none.sock")
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) in (0, -signal.SIGTERM)
+
+
+BROKEN = """
+from forebay_shared.reader import Reader
+async def run(self):
+    raise RuntimeError("a bug")
+Reader.run = run
+"""
+
+
+def test_a_gateway_whose_reader_has_crashed_ends_so_that_another_can_start(
+    listener: socket.socket, tmp_path: Path
+) -> None:
+    settings = {"fd": listener.fileno(), "redis_url": f"unix://{tmp_path}/none.sock"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", BROKEN + PROGRAM, json.dumps(settings)],
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=[listener.fileno()],
+    )
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "gateway.reader failed" in log
