@@ -1,6 +1,6 @@
 """Each Triton kernel on the card: time, bytes/s or flop/s, and the share of the measured peak.
 
-    PYTHONPATH=worker python3 benchmarks/kernels.py --out benchmarks/results/kernels_h200.csv
+    PYTHONPATH=worker python3 benchmarks/kernels.py --out kernels.csv
     … --sweep attention: every tile shape worth a try, instead of the defaults
 
 Inputs are random. A measurement is one CUDA graph of many launches over rotating inputs of 256 MB
@@ -10,6 +10,7 @@ Inputs are random. A measurement is one CUDA graph of many launches over rotatin
 import argparse
 import csv
 import itertools
+import os
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ from forebay_worker.kernels.prefill_attention import PrefillConfig, paged_prefil
 from forebay_worker.kernels.rms_norm import add_rms_norm
 from forebay_worker.kernels.sampling import SamplingRows, make_scratch, sample
 from forebay_worker.kernels.silu_mul import silu_mul
+from forebay_worker.kernels.small_linear import LinearConfig, small_linear
+from forebay_worker.kernels.small_linear import make_scratch as make_linear_scratch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -325,6 +328,38 @@ def bench_sampling(peak: Peak) -> Iterator[Row]:
             yield peak.row("sample", f"{rows}x{vocab}", name, seconds, size)
 
 
+LINEARS = {
+    (4096, 1024): LinearConfig(32, 128, 1, 4, 4),
+    (1024, 2048): LinearConfig(32, 128, 4, 4, 4),
+    (6144, 1024): LinearConfig(64, 128, 1, 4, 4),
+    (1024, 3072): LinearConfig(32, 128, 4, 4, 4),
+    (6144, 4096): LinearConfig(32, 128, 2, 4, 4),
+    (4096, 4096): LinearConfig(32, 128, 2, 4, 4),
+    (24576, 4096): LinearConfig(64, 128, 1, 4, 4),
+    (4096, 12288): LinearConfig(64, 128, 4, 4, 4),
+}
+
+
+def bench_linears(peak: Peak) -> Iterator[Row]:
+    """The decode step's products with few rows: own kernel and cuBLAS."""
+    for (columns, depth), config in LINEARS.items():
+        size = 2 * columns * depth
+        weights = [
+            torch.randn(columns, depth, device=DEVICE, dtype=BF16) for _ in range(copies(size))
+        ]
+        scratch = make_linear_scratch(columns, config, DEVICE)
+        for rows in (1, 8, 32, 64):
+            x = torch.randn(rows, depth, device=DEVICE, dtype=BF16)
+            out = torch.empty(rows, columns, device=DEVICE, dtype=BF16)
+            shape = f"{rows}x{depth}->{columns}"
+            seconds = time_launches(
+                [partial(small_linear, x, w, out, scratch, config) for w in weights]
+            )
+            yield peak.row("small_linear", shape, config, seconds, size)
+            seconds = time_launches([partial(functional.linear, x, w) for w in weights])
+            yield peak.row("cublas", shape, "", seconds, size)
+
+
 def provenance() -> dict[str, str]:
     def ask(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -334,7 +369,7 @@ def provenance() -> dict[str, str]:
         "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": ask("git", "rev-parse", "--short", "HEAD"),
+        "commit": os.environ.get("COMMIT") or ask("git", "rev-parse", "--short", "HEAD"),
     }
 
 
@@ -348,6 +383,7 @@ def main() -> None:
     print(f"peak: {peak.bytes_s / 1e12:.2f} TB/s, {peak.flop_s / 1e12:.0f} TFLOP/s", flush=True)
     rows = itertools.chain(
         bench_layers(peak),
+        bench_linears(peak),
         bench_sampling(peak),
         bench_prefill(peak, PREFILL_SWEEP if args.sweep else [PrefillConfig()]),
         bench_decode(peak, DECODE_SWEEP if args.sweep else [DecodeConfig()]),

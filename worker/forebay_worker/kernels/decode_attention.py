@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
 from forebay_worker.kernels.paging import LOG2_E, cache_rows
 
 _PLAN_ITEMS = 64  # items that one program of the plan kernel writes
@@ -168,10 +169,12 @@ def _paged_decode_kernel(
     stride_v_block, stride_v_token, stride_v_head,
     HAS_TABLE_ROWS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     kv_heads = tl.num_programs(0)
     item = tl.program_id(1)
+    wait_for_inputs(OVERLAP)
     row = tl.load(items + item * 4)
     if row < 0:
         return
@@ -271,6 +274,7 @@ def paged_decode_attention(
         HAS_TABLE_ROWS=table_rows is not None, GROUP=group, PADDED=padded, M=max(16, padded),
         D=head_dim, BLOCK=k_cache.shape[1], TILE=plan.config.tile,
         SPLITS=8 if padded * head_dim <= 512 else 4,
+        OVERLAP=overlaps(q.device), launch_pdl=overlaps(q.device),
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     )  # fmt: skip
     return out

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+
 _HEADS = 4  # heads per program: 1 KB of bf16 at D = 128
 
 
@@ -25,7 +27,7 @@ def _norm_rope_store_kernel(
     stride_k_block, stride_k_token, stride_k_head,
     stride_v_block, stride_v_token, stride_v_head,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, HEADS: tl.constexpr,
+    NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -34,6 +36,7 @@ def _norm_rope_store_kernel(
     is_k = ((head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS))[:, None]
     is_v = ((head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS))[:, None]
     source = qkv + token * stride_qkv + head[:, None] * D + half[None, :]
+    wait_for_inputs(OVERLAP)
     raw1 = tl.load(source, mask=is_q | is_k | is_v, other=0.0)
     raw2 = tl.load(source + D // 2, mask=is_q | is_k | is_v, other=0.0)
     x1 = raw1.to(tl.float32)
@@ -104,6 +107,7 @@ def norm_rope_store(
         qkv.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=head_dim, BLOCK=k_cache.shape[1],
         NORM=norm is not None, HEADS=_HEADS, num_warps=1,
+        OVERLAP=overlaps(qkv.device), launch_pdl=overlaps(qkv.device),
     )  # fmt: skip
     return torch.as_strided(
         qkv, (qkv.shape[0], q_heads, head_dim), (qkv.stride(0), head_dim, 1), qkv.storage_offset()

@@ -13,17 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+
 
 @triton.jit
 def _rms_norm_kernel(
     out, x, residual, weight, eps, stride_x, stride_residual, stride_out, hidden,
-    ADD: tl.constexpr, HIDDEN: tl.constexpr,
+    ADD: tl.constexpr, HIDDEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, HIDDEN)
     inside = column < hidden
-    value = tl.load(x + row * stride_x + column, mask=inside, other=0.0)
     gain = tl.load(weight + column, mask=inside, other=0.0)
+    wait_for_inputs(OVERLAP)
+    value = tl.load(x + row * stride_x + column, mask=inside, other=0.0)
     if ADD:
         at = residual + row * stride_residual + column
         before = tl.load(at, mask=inside, other=0.0)
@@ -45,6 +48,7 @@ def _launch(
         out, x, x if residual is None else residual, weight, eps,
         x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), hidden,
         ADD=residual is not None, HIDDEN=size,
+        OVERLAP=overlaps(x.device), launch_pdl=overlaps(x.device),
         # 8 elements (16 bytes of bf16) per thread and load.
         num_warps=max(1, min(16, size // 256)),
     )  # fmt: skip
