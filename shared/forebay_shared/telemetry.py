@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay_shared.wire import Load
+
 _LATENCY_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
@@ -47,7 +49,7 @@ class EngineMetrics:
     def __init__(
         self, registry: CollectorRegistry, *, model_name: str, engine: str, max_model_len: int
     ) -> None:
-        self._registry = registry
+        self.registry = registry
         self._labels = {"model_name": model_name, "engine": engine}
         self._running = self._gauge("num_requests_running", "Sequences in the running batch.")
         self._waiting = self._gauge("num_requests_waiting", "Sequences waiting for the batch.")
@@ -98,16 +100,16 @@ class EngineMetrics:
         }
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        family = Gauge(f"vllm:{name}", text, [*self._labels], registry=self._registry)
+        family = Gauge(f"vllm:{name}", text, [*self._labels], registry=self.registry)
         return family.labels(**self._labels)
 
     def _counter(self, name: str, text: str) -> Counter:
-        family = Counter(f"vllm:{name}", text, [*self._labels], registry=self._registry)
+        family = Counter(f"vllm:{name}", text, [*self._labels], registry=self.registry)
         return family.labels(**self._labels)
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> "_Histogram":
         histogram = _Histogram(f"vllm:{name}", text, self._labels, bounds)
-        self._registry.register(histogram)
+        self.registry.register(histogram)
         return histogram
 
     def cache_config(self, **fields: str | float) -> None:
@@ -118,16 +120,19 @@ class EngineMetrics:
             "vllm:cache_config_info",
             "Configuration of the KV cache.",
             [*texts, "engine"],
-            registry=self._registry,
+            registry=self.registry,
         )
         gauge.labels(**texts, engine=engine).set(1)
+
+    def load(self, load: Load) -> None:
+        """Brings the gauges in line with the engine's state, also when it has come to rest."""
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        self._kv_usage.set(load.kv_usage)
 
     def step(
         self,
         *,
-        running: int,
-        waiting: int,
-        kv_usage: float,
         prompt_tokens: int,
         generation_tokens: int,
         prefix_queries: int,
@@ -135,9 +140,6 @@ class EngineMetrics:
         preemptions: int,
         host_s: float,
     ) -> None:
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._kv_usage.set(kv_usage)
         self._step_tokens.observe(prompt_tokens + generation_tokens)
         for counter, value in (
             (self._prompt, prompt_tokens),

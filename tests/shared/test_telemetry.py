@@ -4,6 +4,7 @@ import re
 
 from forebay_shared.exposition import render, snapshot
 from forebay_shared.telemetry import EngineMetrics, GatewayMetrics
+from forebay_shared.wire import Load
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -12,10 +13,11 @@ def _engine(name: str, steps: int) -> bytes:
     registry = CollectorRegistry()
     metrics = EngineMetrics(registry, model_name="m", engine=name, max_model_len=4096)
     metrics.cache_config(block_size=16, num_gpu_blocks=100)
+    metrics.load(Load(running=3, waiting=2, kv_usage=0.5))
     for _ in range(steps):
         metrics.step(
-            running=3, waiting=2, kv_usage=0.5, prompt_tokens=10, generation_tokens=3,
-            prefix_queries=10, prefix_hits=4, preemptions=1, host_s=0.001,
+            prompt_tokens=10, generation_tokens=3, prefix_queries=10, prefix_hits=4,
+            preemptions=1, host_s=0.001,
         )  # fmt: skip
         metrics.first_token(0.03)
         metrics.inter_token(0.02)

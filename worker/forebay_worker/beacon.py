@@ -13,8 +13,8 @@ from forebay_shared.exposition import snapshot
 from forebay_shared.link import Value
 from forebay_shared.models import content_hash
 from forebay_shared.packets import ROSTER
+from forebay_shared.telemetry import EngineMetrics
 from forebay_shared.wire import Beacon, Farewell
-from prometheus_client import CollectorRegistry
 
 from forebay_worker.engines.base import Engine
 
@@ -25,12 +25,12 @@ class Presence:
     """One worker incarnation in the roster. Set `draining` to get nothing new."""
 
     def __init__(
-        self, worker: str, engine: Engine, publisher: Publisher, registry: CollectorRegistry
+        self, worker: str, engine: Engine, publisher: Publisher, metrics: EngineMetrics
     ) -> None:
         self._worker = worker
         self._engine = engine
         self._publisher = publisher
-        self._registry = registry
+        self._metrics = metrics
         self._card = _encode(engine.card)
         self._card_hash = content_hash(self._card)
         self._blobs = {
@@ -48,10 +48,12 @@ class Presence:
     def renew(self) -> None:
         """Renews the lease, then tells everybody the load."""
         call = self._publisher.call
+        load = self._engine.load()
+        self._metrics.load(load)
         beacon = Beacon(
             worker=self._worker,
             card=self._card_hash,
-            load=self._engine.load(),
+            load=load,
             draining=self.draining,
         )
         call("SET", keys.worker_lease(self._worker), "1", "PX", keys.LEASE_MS)
@@ -62,7 +64,8 @@ class Presence:
         call("PEXPIRE", keys.roster(), keys.STREAM_TTL_MS)
         call("HSET", keys.members(), self._worker, _encode(beacon))
         call("PEXPIRE", keys.members(), keys.STREAM_TTL_MS)
-        call("SET", keys.metrics(self._worker), snapshot(self._registry), "PX", keys.LEASE_MS)
+        metrics = snapshot(self._metrics.registry)
+        call("SET", keys.metrics(self._worker), metrics, "PX", keys.LEASE_MS)
 
     async def farewell(self) -> None:
         """Takes back all that was said; blobs stay, as other workers may serve the same model."""

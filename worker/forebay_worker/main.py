@@ -46,10 +46,12 @@ async def serve(
     """Serves until SIGTERM, SIGINT or `stop`, then drains. Raises what a failed task raised."""
     stop = stop or _stop_on_signals()
     worker = keys.incarnation()
-    registry = CollectorRegistry()
     card = engine.card
     metrics = EngineMetrics(
-        registry, model_name=card.name, engine=worker, max_model_len=card.max_model_len
+        CollectorRegistry(),
+        model_name=card.name,
+        engine=worker,
+        max_model_len=card.max_model_len,
     )
     metrics.cache_config(
         block_size=settings.block_size,
@@ -58,7 +60,7 @@ async def serve(
     )
     publisher = Publisher(settings.redis_url)
     service = Service(worker, engine, publisher)
-    presence = Presence(worker, engine, publisher, registry)
+    presence = Presence(worker, engine, publisher, metrics)
     reader = Reader(settings.redis_url, [service.feed()])
     async with Supervisor("worker") as tasks:
         tasks.start("publisher", publisher.run())

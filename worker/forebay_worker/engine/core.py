@@ -6,17 +6,26 @@ caller's. It knows messages, never how they travel. What goes wrong in a request
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from time import monotonic
 
-from forebay_shared.errors import DeadlineError, EngineError, ForebayError, OverloadedError
+from forebay_shared.errors import (
+    DeadlineError,
+    EngineError,
+    ForebayError,
+    OverloadedError,
+    UnsupportedError,
+)
+from forebay_shared.sampling import Grammar
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import FinishReason, Load, Reply, Submit, Usage
 
 from forebay_worker.engine import replies
 from forebay_worker.engine.batch import Sampled
 from forebay_worker.engine.block_manager import BlockManager
+from forebay_worker.engine.grammar import Grammars, Preparation
 from forebay_worker.engine.intake import Limits, sequences_of
 from forebay_worker.engine.ports import Recorder, Runner
 from forebay_worker.engine.replies import Key
@@ -42,6 +51,8 @@ class Request:
     gateway: str
     sequences: dict[int, Sequence]
     started: bool = False
+    preparation: Preparation | None = None
+    """Its grammar, while that is compiled; only then are its sequences queued."""
 
 
 class EngineCore:
@@ -55,6 +66,7 @@ class EngineCore:
         recorder: Recorder,
         *,
         revision: str = "",
+        grammars: Grammars | None = None,
     ) -> None:
         self.blocks = BlockManager(
             runner.num_blocks,
@@ -70,6 +82,8 @@ class EngineCore:
         self._runner = runner
         self._limits = limits
         self._recorder = recorder
+        self._grammars = grammars
+        self._preparing: dict[Preparation, Request] = {}
         self._max_queued = settings.max_num_queued_reqs
         self._requests: dict[Key, Request] = {}
         self._ended: OrderedDict[Key, None] = OrderedDict()
@@ -81,11 +95,32 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle
+        return self.scheduler.idle and not self._preparing
+
+    @property
+    def stalled(self) -> bool:
+        """Whether all that is left waits for its grammar."""
+        return self.scheduler.idle and bool(self._preparing)
 
     @property
     def healthy(self) -> bool:
         return self._failed_steps < MAX_FAILED_STEPS
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next waiting request expires, if none of it is served by then."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def on_grammar(self, wake: Callable[[], None]) -> None:
+        """Has `wake` called, on another thread, when a grammar is ready for the next step."""
+        if self._grammars is not None:
+            self._grammars.wake = wake
+
+    def wait_for_grammar(self, timeout_s: float) -> None:
+        """Queues what has its grammar by now; waits for the first one at most so long."""
+        for preparation in self._grammars.finished(timeout_s) if self._grammars else ():
+            if (request := self._preparing.pop(preparation, None)) is not None:
+                self._take_grammar(request, preparation)
 
     def take_events(self) -> list[Event]:
         """The events since the last call, in order."""
@@ -95,7 +130,7 @@ class EngineCore:
     def load(self) -> Load:
         return Load(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.waiting) + len(self._preparing),
             waiting_tokens=self.scheduler.tokens_to_prefill,
             kv_usage=self.blocks.usage,
         )
@@ -118,8 +153,8 @@ class EngineCore:
                 key, submit.gateway, EngineError("The engine could not take this request.")
             )
         else:
-            for at, sequence in enumerate(list(request.sequences.values())):
-                self._enqueue(sequence, follows=at > 0)
+            if request.preparation is None:
+                self._enqueue_all(request)
 
     def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
         """Aborts one sequence or all of a request; blocks are back when this returns."""
@@ -143,6 +178,7 @@ class EngineCore:
     def step(self) -> None:
         """One round. A failed step fails its requests; the engine is ready for the next one."""
         began = monotonic()
+        self.wait_for_grammar(0)
         self._drop_expired(began)
         plan = self.scheduler.schedule()
         if not plan.rows:
@@ -164,6 +200,8 @@ class EngineCore:
     def _admit(self, submit: Submit, key: Key, arrived: float) -> Request:
         if self._num_queued >= self._max_queued:
             raise OverloadedError("The engine's queue is full; try again later.")
+        if submit.sampling.grammar is not None and self._grammars is None:
+            raise UnsupportedError("This engine does not support grammars.", param="grammar")
         sequences = sequences_of(submit, self._limits, arrived)
         request = Request(key, submit.gateway, {each.index: each for each in sequences})
         self._requests[key] = request
@@ -171,16 +209,44 @@ class EngineCore:
         if submit.queue_timeout_ms > 0:
             deadline = arrived + submit.queue_timeout_ms / 1000
             heappush(self._deadlines, (deadline, self._serial, request))
+        self._prepare(request, submit.sampling.grammar)
         return request
+
+    def _prepare(self, request: Request, grammar: Grammar | None) -> None:
+        """Gives the sequences their matchers, or lets the request wait for them."""
+        if grammar is None or self._grammars is None:
+            return
+        outputs = {
+            each.index: each.token_ids[each.num_prompt :] for each in request.sequences.values()
+        }
+        preparation = Preparation(grammar, outputs)
+        if self._grammars.prepare(preparation):
+            _attach(request, preparation)
+        else:
+            request.preparation = preparation
+            self._preparing[preparation] = request
+
+    def _take_grammar(self, request: Request, preparation: Preparation) -> None:
+        if preparation.error is not None:
+            self._fail(request, preparation.error)
+            return
+        request.preparation = None
+        _attach(request, preparation)
+        self._enqueue_all(request)
+
+    def _enqueue_all(self, request: Request) -> None:
+        for at, sequence in enumerate(list(request.sequences.values())):
+            self._enqueue(sequence, follows=at > 0)
 
     def _enqueue(self, sequence: Sequence, *, follows: bool) -> None:
         """Queues one sequence; a resumed one that had all its tokens ends here, without a step."""
         self._serial += 1
         sequence.serial = self._serial
         self.scheduler.add(sequence, follows=follows)
-        if len(sequence.token_ids) >= sequence.limit:
+        reason = "stop" if sequence.complete else "length"
+        if sequence.complete or len(sequence.token_ids) >= sequence.limit:
             self._start(sequence, sequence.arrived)
-            self._finish(sequence, "length", sequence.arrived)
+            self._finish(sequence, reason, sequence.arrived)
 
     def _refuse(self, key: Key, gateway: str, error: ForebayError) -> None:
         self._remember(key)
@@ -239,8 +305,7 @@ class EngineCore:
             if sequence.ended:
                 continue  # a sibling failed in this very step
             if sampled is not None and sampled.corrupt:
-                error = EngineError("The model gave no usable result for this request.")
-                self._fail(self._requests[sequence.request_id, sequence.attempt], error)
+                self._fail(self._requests[sequence.request_id, sequence.attempt], _fault(sequence))
                 continue
             sequence.num_computed += row.num_new
             self.blocks.publish(sequence)
@@ -288,10 +353,14 @@ class EngineCore:
 
     def _remove(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         sequence.ended = True
-        self.scheduler.remove(sequence, poisoned=poisoned)
         request = self._requests[sequence.request_id, sequence.attempt]
+        if request.preparation is None:
+            self.scheduler.remove(sequence, poisoned=poisoned)
         del request.sequences[sequence.index]
         if not request.sequences:
+            if request.preparation is not None:
+                request.preparation.cancelled = True
+                self._preparing.pop(request.preparation, None)
             self._num_queued -= not request.started
             del self._requests[request.key]
             self._remember(request.key)
@@ -310,9 +379,6 @@ class EngineCore:
 
     def _record(self, plan: Plan, counted: tuple[int, int], host_s: float) -> None:
         self._recorder.step(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            kv_usage=self.blocks.usage,
             prompt_tokens=counted[0],
             generation_tokens=counted[1],
             prefix_queries=plan.prefix_queries,
@@ -320,3 +386,15 @@ class EngineCore:
             preemptions=plan.preemptions,
             host_s=host_s,
         )
+
+
+def _attach(request: Request, preparation: Preparation) -> None:
+    for index, sequence in request.sequences.items():
+        sequence.matcher = preparation.matchers[index]
+
+
+def _fault(sequence: Sequence) -> ForebayError:
+    """Why a row without a usable token failed: its grammar, or the model."""
+    if sequence.matcher is not None and sequence.matcher.error is not None:
+        return sequence.matcher.error
+    return EngineError("The model gave no usable result for this request.")

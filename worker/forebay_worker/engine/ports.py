@@ -20,9 +20,6 @@ class Recorder(Protocol):
     def step(
         self,
         *,
-        running: int,
-        waiting: int,
-        kv_usage: float,
         prompt_tokens: int,
         generation_tokens: int,
         prefix_queries: int,

@@ -247,16 +247,12 @@ class EchoEngine:
             self._drop_expired(step, now)
             self._start_waiting(step, now)
             running = self._running
-            waiting = len(self._waiting)
         ended = [sequence for sequence in running if self._advance(sequence, step, now)]
         if ended:
             gone = set(map(id, ended))
             with self._lock:
                 self._running = [one for one in running if id(one) not in gone]
         self._recorder.step(
-            running=len(running) - len(ended),
-            waiting=waiting,
-            kv_usage=len(running) / self._settings.max_num_seqs,
             prompt_tokens=step.prompt_tokens,
             generation_tokens=step.tokens,
             prefix_queries=0,
