@@ -159,7 +159,7 @@ def test_noise_is_the_kernels_and_depends_on_seed_position_and_id_alone(
 
 
 def test_draws_follow_the_softmax() -> None:
-    """Chi-square of 7 degrees of freedom: above 24.3 once in a thousand fair runs, of fixed seeds."""
+    """Chi-square of 7 degrees of freedom: above 24.3 in one fair run of a thousand; fixed seeds."""
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -2.0, 0.2])
     asked = SamplingParams(temperature=0.8)
     draws = 4000

@@ -4,6 +4,7 @@ It knows no request, no Redis and no time: rows in, sampled tokens out. Nothing 
 kept between steps but its KV, at the blocks that the caller names.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ from forebay_worker.models.registry import read_config
 if TYPE_CHECKING:
     from forebay_worker.models.fused import FusedDecoder
 
+_log = logging.getLogger(__name__)
+
 Forward = Callable[[Step, KvCache], torch.Tensor]
 
 GIB = 2**30
@@ -39,6 +42,8 @@ class Runner:
 
     def __init__(self, checkpoint: Path, settings: WorkerSettings) -> None:
         """Loads the model. Raises ModelError when it, or its cache, does not fit the settings."""
+        if settings.device == "cuda":
+            raise ModelError("--device cuda: this engine runs on the CPU only.")
         torch.set_num_threads(physical_cores())
         self._device = torch.device("cpu")
         self._dtype = torch.float32 if settings.dtype == "auto" else _dtype(settings.dtype)
@@ -67,7 +72,7 @@ class Runner:
 
     def _warm_up(self) -> None:
         """One token through block 0, which nobody owns yet: what compiles at first use does so now.
-        15 s for a new machine, 1 s from the disk cache later (two Zen 3 cores)."""
+        On one Zen 3 core 26 s on a new machine, 2 s from the disk cache later."""
         zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
         step = Step(
             num_decodes=1,
@@ -88,12 +93,18 @@ class Runner:
         """Compiled when numba is there and sums are float32; else layer by layer in torch."""
         fused = _fused() if self._dtype == torch.float32 else None
         dtype = self._dtype
-        if fused is not None and settings.load_format != "dummy":
-            dtype = weights.stored_dtype(checkpoint)
+        if fused is not None:
+            dtype = self._stored_dtype(checkpoint, settings)
         loaded = self._load(checkpoint, settings, dtype)
         if fused is None:
             return Decoder(self.config, loaded, reference, self.max_model_len)
         return fused(self.config, loaded, self.max_model_len, torch.get_num_threads())
+
+    def _stored_dtype(self, checkpoint: Path, settings: WorkerSettings) -> torch.dtype:
+        """What the compiled decoder keeps its matrices in: as the checkpoint does."""
+        if settings.load_format == "dummy":
+            return _dtype(self.config.dtype)
+        return weights.stored_dtype(checkpoint)
 
     def _load(
         self, checkpoint: Path, settings: WorkerSettings, dtype: torch.dtype
@@ -137,16 +148,17 @@ class Runner:
 
 
 def _fused() -> "type[FusedDecoder] | None":
-    """The compiled decoder, or None where numba is not installed."""
+    """The compiled decoder, or None where numba is missing or finds no directory to cache in."""
     try:
         from forebay_worker.models.fused import FusedDecoder
-    except ImportError:
+    except (ImportError, RuntimeError) as error:
+        _log.warning("the CPU path is not compiled and 2 to 3 times slower: %s", error)
         return None
     return FusedDecoder
 
 
 def _dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
 
 
 def _max_model_len(config: ModelConfig, settings: WorkerSettings) -> int:

@@ -10,8 +10,14 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-# Sums may be reordered and fused, but a NaN must stay one.
-MATH = {"reassoc", "contract", "nsz", "arcp"}
+# Sums may be reordered and fused, but a NaN stays one. x / 0 is inf or NaN as in numpy: an
+# exception in one thread would leave the others waiting for it.
+kernel = njit(
+    cache=True,
+    nogil=True,
+    fastmath={"reassoc", "contract", "nsz", "arcp"},
+    error_model="numpy",
+)
 _yield = types.ExternalFunction("sched_yield", types.int32())
 _SPINS = 2000  # about 20 us: a barrier of two running threads takes under 1 us
 
@@ -74,13 +80,13 @@ def _load(typing, address):
     return types.int64(types.int64), generate
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def take(units, phase):
     """The next unit of a phase: 0, 1, 2, … over all threads. `units` is zero before a step."""
     return _fetch_add(_element(units, phase))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def meet(arrivals, phase, threads):
     """Waits until all threads have met at this phase; one that waits long gives its core away."""
     address = _element(arrivals, phase)
@@ -92,7 +98,7 @@ def meet(arrivals, phase, threads):
             _yield()
 
 
-@njit(cache=True, nogil=True, fastmath=MATH)
+@kernel
 def exp(x):
     """e^x of a float32 up to 88, within 2e-7 of its size; 0 below -87.
 
@@ -112,23 +118,24 @@ def exp(x):
     return value if x > np.float32(-87.0) else np.float32(0.0)
 
 
-@njit(cache=True, nogil=True, fastmath=MATH)
-def product(x, w, low, high, out, add):
-    """out[:, n] = x @ w[n] for rows n of w from low to high, added to what is there if `add`.
+@kernel
+def product(x, w, low, high, out, at, add):
+    """x @ w[n] for rows n of w from low to high, to (or, if `add`, added to) out[:, at:].
 
     x [M, K] float32, w [N, K] as `widen` takes it, out [M, N] float32. Tiles of 4 rows of x by 2 of
     w: 8 sums, each in a vector register; the rest of M goes by tiles of 1 by 4.
     """
     tall = x.shape[0] // 4 * 4
     for m in range(0, tall, 4):
-        _tiles_4_by_2(x, m, w, low, high, out, add)
+        _tiles_4_by_2(x, m, w, low, high, out, at, add)
     for m in range(tall, x.shape[0]):
-        _tiles_1_by_4(x, m, w, low, high, out, add)
+        _tiles_1_by_4(x, m, w, low, high, out, at, add)
 
 
-@njit(cache=True, nogil=True, fastmath=MATH)
-def _tiles_4_by_2(x, m, w, low, high, out, add):
+@kernel
+def _tiles_4_by_2(x, m, w, low, high, out, at, add):
     zero = np.float32(0)
+    at -= low
     x0, x1, x2, x3 = x[m], x[m + 1], x[m + 2], x[m + 3]
     even = low + (high - low) // 2 * 2
     for n in range(low, even, 2):
@@ -144,36 +151,37 @@ def _tiles_4_by_2(x, m, w, low, high, out, add):
             b1 += b * x1[k]
             b2 += b * x2[k]
             b3 += b * x3[k]
-        _put(out, m, n, a0, add)
-        _put(out, m + 1, n, a1, add)
-        _put(out, m + 2, n, a2, add)
-        _put(out, m + 3, n, a3, add)
-        _put(out, m, n + 1, b0, add)
-        _put(out, m + 1, n + 1, b1, add)
-        _put(out, m + 2, n + 1, b2, add)
-        _put(out, m + 3, n + 1, b3, add)
+        _put(out, m, at + n, a0, add)
+        _put(out, m + 1, at + n, a1, add)
+        _put(out, m + 2, at + n, a2, add)
+        _put(out, m + 3, at + n, a3, add)
+        _put(out, m, at + n + 1, b0, add)
+        _put(out, m + 1, at + n + 1, b1, add)
+        _put(out, m + 2, at + n + 1, b2, add)
+        _put(out, m + 3, at + n + 1, b3, add)
     if even < high:
         for row in range(m, m + 4):
-            _put(out, row, even, dot(x[row], w[even]), add)
+            _put(out, row, at + even, dot(x[row], w[even]), add)
 
 
-@njit(cache=True, nogil=True, fastmath=MATH)
-def _tiles_1_by_4(x, m, w, low, high, out, add):
+@kernel
+def _tiles_1_by_4(x, m, w, low, high, out, at, add):
     x0 = x[m]
+    at -= low
     fours = low + (high - low) // 4 * 4
     for n in range(low, fours, 4):
         a, b, c, d = four_dots(x0, w[n], w[n + 1], w[n + 2], w[n + 3])
-        _put(out, m, n, a, add)
-        _put(out, m, n + 1, b, add)
-        _put(out, m, n + 2, c, add)
-        _put(out, m, n + 3, d, add)
+        _put(out, m, at + n, a, add)
+        _put(out, m, at + n + 1, b, add)
+        _put(out, m, at + n + 2, c, add)
+        _put(out, m, at + n + 3, d, add)
     for n in range(fours, high):
-        _put(out, m, n, dot(x0, w[n]), add)
+        _put(out, m, at + n, dot(x0, w[n]), add)
 
 
-@njit(cache=True, nogil=True, fastmath=MATH)
+@kernel
 def four_dots(x, w0, w1, w2, w3):
-    """x's products with four rows at once: each value of x is loaded once, four sums run abreast."""
+    """x's products with four rows: each value of x is loaded once, four sums run abreast."""
     zero = np.float32(0)
     a, b, c, d = zero, zero, zero, zero
     for k in range(x.shape[0]):
@@ -185,7 +193,7 @@ def four_dots(x, w0, w1, w2, w3):
     return a, b, c, d
 
 
-@njit(cache=True, nogil=True, fastmath=MATH)
+@kernel
 def dot(x, w):
     total = np.float32(0)
     for k in range(x.shape[0]):
@@ -193,18 +201,18 @@ def dot(x, w):
     return total
 
 
-@njit(cache=True, nogil=True, fastmath=MATH)
+@kernel
 def widen_row(row, out):
     for k in range(row.shape[0]):
         out[k] = widen(row[k])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _put(out, m, n, value, add):
     out[m, n] = out[m, n] + value if add else value
 
 
-@njit(cache=True, nogil=True, fastmath=MATH)
+@kernel
 def rms_norm(x, weight, eps, out):
     """out = x / sqrt(mean(x^2) + eps) * weight, one row."""
     total = np.float32(0)

@@ -31,7 +31,6 @@ class FusedDecoder:
         self._run_step: Callable[..., None] = cpu_step.run_step
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="forebay-step")
-        self._group = config.num_heads // config.num_kv_heads
         self._eps = np.float32(config.norm_eps)
         self._weights = _stack(config, weights, cos_sin_table(config, max_model_len))
 
@@ -48,10 +47,10 @@ class FusedDecoder:
         )
         buffers = cpu_step.make_buffers(
             self._weights,
+            cache.keys.numpy(),
             tokens=len(inputs.token_ids),
             samples=len(inputs.logits_at),
             longest=max(step.host_kv_lens),
-            group=self._group,
             threads=self._threads,
         )
         arguments = (self._weights, inputs, cache.keys.numpy(), cache.values.numpy(), buffers)
