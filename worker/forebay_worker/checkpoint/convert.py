@@ -3,7 +3,8 @@
 The directory is named by the hash of the file's content. It is written aside under a lock and
 renamed when complete; a manifest of file sizes tells a complete one. Quantised weights are stored
 as float16: a Q4_1 or Q8_0 value needs up to 19 bits, float16 keeps 11 of them and bfloat16 only 8;
-float32 would double the 270 MB of the demo model and gives the same greedy answers. What the file
+float32 would double the 270 MB of the demo model. Measured on 12 chats of 40 greedy tokens in
+float32: all 12 answers of float16 equal those of the exact values, 11 of bfloat16. What the file
 holds as float32 (norms) or bfloat16 stays so. Knows no family and no tokenizer.
 """
 
