@@ -5,7 +5,7 @@
 A decode step multiplies 1 to 64 rows by every weight. The rows fill one tile, and the weight is cut
 along n and along k into enough programs to keep the whole card loading. The programs of an n tile
 leave float32 partial sums; the one that arrives last adds them in order, so the result does not
-depend on who that is. Each program loads its first tile of the weight before it waits for x.
+depend on who that is.
 """
 
 from typing import NamedTuple
@@ -63,12 +63,8 @@ def _small_linear_kernel(
     acc = tl.zeros((M, TILE_N), tl.float32)
     x_row = x + row[:, None] * stride_x
     w_row = weight + column[None, :].to(tl.int64) * stride_w
-    k = first + tl.arange(0, TILE_K)
-    w = tl.load(w_row + k[:, None], mask=(k < depth)[:, None] & known, other=0.0)
     wait_for_inputs(OVERLAP)
-    a = tl.load(x_row + k[None, :], mask=inside & (k < depth)[None, :], other=0.0)
-    acc = tl.dot(a, w, acc, input_precision="ieee")
-    for start in tl.range(first + TILE_K, last, TILE_K):
+    for start in tl.range(first, last, TILE_K):
         k = start + tl.arange(0, TILE_K)
         w = tl.load(w_row + k[:, None], mask=(k < depth)[:, None] & known, other=0.0)
         a = tl.load(x_row + k[None, :], mask=inside & (k < depth)[None, :], other=0.0)
@@ -95,7 +91,7 @@ def _small_linear_kernel(
 def small_linear(
     x: Tensor, weight: Tensor, out: Tensor, scratch: LinearScratch, config: LinearConfig
 ) -> Tensor:
-    """x [M, K] @ weight [N, K]^T, written to `out` [M, N]; M at most 64, last dimensions contiguous.
+    """x [M, K] @ weight [N, K]^T, written to `out` [M, N]; M is at most 64, rows are contiguous.
 
     `scratch` is of this N and config, and of no launch that may run at the same time.
     """
