@@ -15,15 +15,20 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_GRAMMAR_BYTES = 256 * 1024
 # Below this the softmax of float32 logits over / temperature overflows; such a request is greedy.
 GREEDY_TEMPERATURE = 1e-4
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A constraint on the text. `source` is a JSON schema, regex, Lark grammar or JSON list."""
+    """A constraint on the text. `source` is a JSON schema, regex, Lark grammar or JSON list.
+
+    `field` is the client's name for it, which errors carry.
+    """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
     source: str = ""
+    field: str = "structured_outputs"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -82,6 +87,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
                 raise InvalidRequestError(
                     f"{name} must be between 0 and {MAX_LOGPROBS}.", param=name
                 )
+        grammar = self.grammar
+        if grammar is not None and len(grammar.source.encode()) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(
+                f"A grammar may have at most {MAX_GRAMMAR_BYTES} bytes.", param=grammar.field
+            )
         self._validate_ids(vocab_size)
 
     def _validate_ids(self, vocab_size: int) -> None:

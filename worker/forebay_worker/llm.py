@@ -152,6 +152,8 @@ class LLM:
                 bar.update(sum(isinstance(message, Done) for _, message in events))
                 if self._core.idle:
                     return
+                if self._core.stalled:
+                    self._core.wait_for_grammar(timeout_s=1)
                 self._core.step()
 
     def _apply(self, message: Reply, results: dict[str, Result]) -> None:

@@ -43,6 +43,10 @@ class SequenceState(Protocol):
         """Ids that must not be sampled in this step (end tokens before `min_tokens`)."""
         ...
 
+    def allowed_mask(self) -> bytes | None:
+        """What its grammar allows now: bit t % 8 of byte t // 8 for token t; None without one."""
+        ...
+
 
 @dataclass(slots=True)
 class ScheduledRow:

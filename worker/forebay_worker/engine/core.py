@@ -204,12 +204,12 @@ class EngineCore:
             raise UnsupportedError("This engine does not support grammars.", param="grammar")
         sequences = sequences_of(submit, self._limits, arrived)
         request = Request(key, submit.gateway, {each.index: each for each in sequences})
+        self._prepare(request, submit.sampling.grammar)
         self._requests[key] = request
         self._num_queued += 1
         if submit.queue_timeout_ms > 0:
             deadline = arrived + submit.queue_timeout_ms / 1000
             heappush(self._deadlines, (deadline, self._serial, request))
-        self._prepare(request, submit.sampling.grammar)
         return request
 
     def _prepare(self, request: Request, grammar: Grammar | None) -> None:

@@ -49,7 +49,8 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
             f"together; the prompt has {len(prompt)}.",
             param="prompt",
         )
-    eos = () if sampling.ignore_eos else limits.eos_token_ids
+    # A grammar's end is told by an end token, which then cannot be ignored.
+    eos = () if sampling.ignore_eos and not sampling.grammar else limits.eos_token_ids
     stop_ids = frozenset(eos).union(sampling.stop_token_ids)
     _check_choice(sampling, stop_ids)
     hashes: list[bytes] = []
@@ -82,9 +83,10 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
 
 
 def _check_support(sampling: SamplingParams) -> None:
-    for name in ("grammar", "prompt_logprobs"):
-        if getattr(sampling, name) is not None:
-            raise UnsupportedError(f"This engine does not support {name}.", param=name)
+    if sampling.prompt_logprobs is not None:
+        raise UnsupportedError(
+            "This engine does not support prompt_logprobs.", param="prompt_logprobs"
+        )
 
 
 def _check_terms(submit: Submit) -> None:

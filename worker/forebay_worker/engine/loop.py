@@ -32,11 +32,16 @@ class _GatewayLost:
 
 
 @dataclass(frozen=True, slots=True)
+class _GrammarReady:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Command = _Arrival | Cancel | _GatewayLost | _Stop
+_Command = _Arrival | Cancel | _GatewayLost | _GrammarReady | _Stop
 
 
 class EngineLoop:
@@ -53,6 +58,7 @@ class EngineLoop:
         self._resting = True
         self._last_round = monotonic()
         self._load = core.load()
+        core.on_grammar(lambda: self._commands.put(_GrammarReady()))
 
     @property
     def healthy(self) -> bool:
@@ -99,7 +105,7 @@ class EngineLoop:
 
     def _take_commands(self) -> None:
         """Carries out all commands that are there; sleeps until one comes when there is no work."""
-        if self._core.idle and self._commands.empty():
+        if (self._core.idle or self._core.stalled) and self._commands.empty():
             self._rest()
         with suppress(Empty):
             while True:
@@ -109,10 +115,12 @@ class EngineLoop:
         if self._check:
             self._core.blocks.check_integrity()
         self._resting = True
-        command = self._commands.get()
+        deadline = self._core.next_deadline if self._core.stalled else None
+        patience = None if deadline is None else max(0.0, deadline - monotonic())
+        with suppress(Empty):
+            self._carry_out(self._commands.get(timeout=patience))
         self._last_round = monotonic()
         self._resting = False
-        self._carry_out(command)
 
     def _carry_out(self, command: _Command) -> None:
         match command:
@@ -122,6 +130,8 @@ class EngineLoop:
                 self._core.cancel(command.request_id, command.attempt, command.index)
             case _GatewayLost(gateway):
                 self._core.cancel_gateway(gateway)
+            case _GrammarReady():
+                pass  # the next step takes it
             case _Stop():
                 self._stopping = True
 

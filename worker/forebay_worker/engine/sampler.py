@@ -57,6 +57,7 @@ def _is_masked(sequence: SequenceState) -> bool:
         or params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1
+        or params.grammar is not None
         or sequence.banned_ids()
     )
 
@@ -85,6 +86,9 @@ def _token_logprobs(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
 def _mask(logits: Tensor, sequence: SequenceState) -> None:
     """In place: what the client and the engine allow, favour and punish."""
     params = sequence.sampling
+    if (mask := sequence.allowed_mask()) is not None:
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: len(logits)]
+        logits[torch.from_numpy(bits) == 0] = -math.inf
     if params.allowed_token_ids:
         allowed = torch.tensor(params.allowed_token_ids)
         kept = logits[allowed]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import FinishReason
 
+from forebay_worker.engine.grammar import Matcher
+
 _MASK = 2**64 - 1
 
 
@@ -42,6 +44,7 @@ class Sequence:
         block_table, block_hashes, num_computed, num_published, chain: the block manager's.
         num_served: positions that its team has been charged for; the waiting queue's.
         queued_tokens: tokens that it would have to prefill, for the load report.
+        matcher: where its output is in its grammar, if it has one.
     """
 
     request_id: str
@@ -69,6 +72,7 @@ class Sequence:
     num_served: int = 0
     preempted: bool = False
     queued_tokens: int = 0
+    matcher: Matcher | None = None
 
     cached_tokens: int = 0
     started_at: float | None = None
@@ -113,6 +117,15 @@ class Sequence:
             and tuple(self.token_ids[len(self.token_ids) - head :]) == (word[:-1])
         )
 
+    def allowed_mask(self) -> bytes | None:
+        """What its grammar allows now, as `Matcher.mask` says it; None without a grammar."""
+        return None if self.matcher is None else self.matcher.mask()
+
+    @property
+    def complete(self) -> bool:
+        """Whether its grammar lets nothing follow, not even an end token."""
+        return self.matcher is not None and self.matcher.stopped
+
     def accept(self, token_id: int) -> bool:
         """Takes a sampled token; True when it is output, False when it only ends the sequence."""
         if token_id in self.stop_ids and self.num_output >= self.sampling.min_tokens:
@@ -120,6 +133,10 @@ class Sequence:
             self.stop_token = token_id
             return False
         self.token_ids.append(token_id)
-        if len(self.token_ids) >= self.limit:
+        if self.matcher is not None:
+            self.matcher.advance((token_id,))
+        if self.complete:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
         return True

@@ -3,18 +3,24 @@
 It puts model, core and loop together; what each does is theirs to know.
 """
 
+import logging
+
+import msgspec
 from forebay_shared.errors import InvalidRequestError
-from forebay_shared.models import ModelCard
+from forebay_shared.models import CAP_GRAMMAR, ModelCard
 from forebay_shared.settings import StartError, WorkerSettings
 from forebay_shared.wire import Load, Submit
 
 from forebay_worker.checkpoint import resolve
 from forebay_worker.engine.core import EngineCore
+from forebay_worker.engine.grammar import Grammars
 from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.loop import EngineLoop
 from forebay_worker.engine.ports import Emit, Recorder
 from forebay_worker.engine.runner import Runner
 from forebay_worker.engines.card import ModelFiles
+
+_log = logging.getLogger(__name__)
 
 
 class NativeEngine:
@@ -36,6 +42,10 @@ class NativeEngine:
             max_model_len=self._limits.max_model_len,
             block_size=self._runner.block_size,
         )
+        self._grammars = _grammars(self._card, self._blobs)
+        if self._grammars is not None:
+            capabilities = self._card.capabilities | {CAP_GRAMMAR}
+            self._card = msgspec.structs.replace(self._card, capabilities=capabilities)
         self._loop: EngineLoop | None = None
 
     @property
@@ -54,7 +64,12 @@ class NativeEngine:
     def core(self, recorder: Recorder) -> EngineCore:
         """A core over the loaded model; there is one KV cache, so one core at a time."""
         return EngineCore(
-            self._runner, self._limits, self._settings, recorder, revision=self._card.revision
+            self._runner,
+            self._limits,
+            self._settings,
+            recorder,
+            revision=self._card.revision,
+            grammars=self._grammars,
         )
 
     def start(self, emit: Emit, recorder: Recorder) -> None:
@@ -78,8 +93,19 @@ class NativeEngine:
     def stop(self, timeout_s: float) -> None:
         if self._loop is not None:
             self._loop.stop(timeout_s)
+        if self._grammars is not None:
+            self._grammars.close()
 
     @property
     def _running(self) -> EngineLoop:
         assert self._loop is not None, "the engine has not been started"
         return self._loop
+
+
+def _grammars(card: ModelCard, blobs: dict[str, bytes]) -> Grammars | None:
+    """None, and no structured output, for a tokenizer that llguidance cannot read."""
+    try:
+        return Grammars(blobs[card.tokenizer], card.vocab_size, card.eos_token_ids)
+    except ValueError as error:
+        _log.warning("no structured output with this tokenizer: %s", error)
+        return None
