@@ -15,11 +15,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def wait_for_inputs(OVERLAP: tl.constexpr):
-    """Comes before the first read of what another kernel wrote, and before any write."""
+def wait_for_inputs(OVERLAP: tl.constexpr, EARLY_NEXT: tl.constexpr = True):
+    """Comes before the first read of what another kernel wrote, and before any write.
+
+    EARLY_NEXT false: the next kernel takes no room on the card before this one has ended.
+    """
     if OVERLAP:
         gdc_wait()
-        gdc_launch_dependents()
+        if EARLY_NEXT:
+            gdc_launch_dependents()
 
 
 @cache
