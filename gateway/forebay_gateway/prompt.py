@@ -16,10 +16,10 @@ from typing import TypeVar
 import msgspec
 from forebay_shared.errors import ContextLengthError, InvalidRequestError
 from forebay_shared.models import ModelCard
+from forebay_shared.template import ChatTemplate, Json
 from tokenizers import Tokenizer
 
 from forebay_gateway.output import Vocabulary
-from forebay_gateway.template import ChatTemplate, Json
 
 T = TypeVar("T")
 Message = dict[str, Json]

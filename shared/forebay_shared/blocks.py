@@ -21,11 +21,6 @@ def root_hash(revision: str, adapter: str = "", cache_salt: str = "") -> bytes:
     return digest.digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of one full block of token ids that follows `parent`."""
-    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
-
-
 def chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
     """Hashes of the full blocks of `token_ids`, in order; a last partial block has none."""
     packed = array("I", token_ids)

@@ -42,11 +42,6 @@ def metrics(process: str) -> str:
     return f"fb:{{m:{process}}}:metrics"
 
 
-def digest(worker: str) -> str:
-    """Stream: numbered changes of the worker's set of block hashes."""
-    return f"fb:{{w:{worker}}}:digest"
-
-
 def reply(gateway: str) -> str:
     """Stream: what workers answer to one gateway incarnation, one packed entry per step."""
     return f"fb:{{g:{gateway}}}:reply"

@@ -11,12 +11,10 @@ from typing import Any
 import msgspec
 
 CAP_LOGPROBS = "logprobs"
-CAP_PROMPT_LOGPROBS = "prompt_logprobs"
 CAP_PENALTIES = "penalties"
 CAP_LOGIT_BIAS = "logit_bias"
 CAP_GRAMMAR = "grammar"
 CAP_GENERATE = "generate"
-CAP_EMBED = "embed"
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -76,7 +76,6 @@ class Reader:
         self.heard_at = 0.0
         self.steady_since: float | None = None
         self.reconnects = 0
-        self.resets = 0
         self.bad_messages = 0
 
     @property
@@ -175,7 +174,6 @@ class Reader:
             cursor.last = await self._create(cursor.feed.key)
         cursor.known = cursor.known or newest is not None or cursor.feed.owned
         if lost:
-            self.resets += 1
             log.warning("a stream was lost; reading it from its beginning")
             cursor.feed.reset()
 

@@ -34,7 +34,6 @@ ROUTES = (
     "chat_completions", "completions", "embeddings", "responses", "messages", "models", "files",
     "batches", "tokenize", "admin", "health", "ready", "version", "metrics", "other",
 )  # fmt: skip
-STATUS_CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
 
 DropReason = Literal["unknown", "fenced", "duplicate", "bad"]
 ResubmitReason = Literal["worker_lost", "not_accepted", "gap", "bus_reset", "failed"]

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forebay_shared.errors import ContextLengthError, InvalidRequestError
+from forebay_shared.errors import ContextLengthError
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import StartError
-from forebay_worker.chat_template import ChatTemplate
 from forebay_worker.llm import LLM
 from tiny_models import VOCAB, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -88,15 +87,3 @@ def test_an_unknown_setting_or_model_is_named(directory: Path) -> None:
         LLM(str(directory), max_sequences=4)
     with pytest.raises(StartError, match="nowhere"):
         LLM("nowhere")
-
-
-def test_a_template_that_refuses_is_the_callers_error() -> None:
-    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
-    with pytest.raises(InvalidRequestError, match="roles must alternate"):
-        template.render([])
-
-
-def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
-    template = ChatTemplate("{{ messages.append(1) }}{{ ''.__class__.__mro__ }}", {})
-    with pytest.raises(InvalidRequestError):
-        template.render([])

@@ -19,6 +19,7 @@ from forebay_shared.errors import InvalidRequestError, from_code
 from forebay_shared.models import ModelCard
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
+from forebay_shared.template import ChatTemplate, Json
 from forebay_shared.wire import (
     Delta,
     Done,
@@ -34,10 +35,12 @@ from forebay_shared.wire import (
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from forebay_worker.chat_template import ChatTemplate, Message
 from forebay_worker.engines.native import NativeEngine
 
 DEFAULT_MAX_TOKENS = 256
+
+Message = dict[str, Json]
+"""A message as chat templates read it."""
 
 
 @dataclass(slots=True)
@@ -111,14 +114,20 @@ class LLM:
         *,
         n: int = 1,
         progress: bool = True,
-        **variables: object,
+        add_generation_prompt: bool = True,
+        **variables: Json,
     ) -> list[Result]:
         """Answers one conversation, or several at once. `variables` go to the chat template."""
         if self._template is None:
             raise InvalidRequestError("This model has no chat template.", param="messages")
         one = not messages or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
-        prompts = [self._template.render(each, **variables) for each in conversations]
+        prompts = [
+            self._template.render(
+                each, add_generation_prompt=add_generation_prompt, kwargs=variables
+            )
+            for each in conversations
+        ]
         ids = [self._encode(prompt, special=False) for prompt in prompts]
         return self._run(ids, sampling or self.default_sampling, n, progress)
 

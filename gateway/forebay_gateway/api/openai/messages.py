@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
+from forebay_shared.template import Json
 
 from forebay_gateway.api.openai.schema import ContentPart, FunctionCall, ToolCall
 from forebay_gateway.api.openai.schema import Message as ClientMessage
 from forebay_gateway.prompt import Message
-from forebay_gateway.template import Json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")

@@ -1,6 +1,7 @@
 """A model's chat template: sandboxed Jinja with the helpers that such templates use.
 
-The template comes from the model's directory, never from a request. It knows no tokens and no HTTP.
+The gateway and the offline API render with it, so both make the same prompt of a conversation. The
+template comes from the model's directory, never from a request. It knows no tokens and no HTTP.
 """
 
 import json
@@ -8,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn, TypeAlias
 
-from forebay_shared.errors import InvalidRequestError
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from forebay_shared.errors import InvalidRequestError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """What a template may be given."""
