@@ -261,10 +261,12 @@ def test_a_limit_above_the_room_is_clamped_to_it(api: Api) -> None:
 
 def test_the_models_own_defaults_hold_when_a_field_is_absent() -> None:
     with running_api() as api:
-        api.backend.generation_defaults = {"temperature": 0.2, "top_k": 20, "top_p": 0.8}
-        whole(api, top_k=5, top_p=None)
+        api.backend.generation_defaults = {"temperature": 0.2, "top_k": 20, "max_tokens": 9}
+        whole(api, top_k=5, temperature=None)
         sampling = api.backend.jobs[-1].sampling
-        assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.2, 5, 0.8)
+        assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.2, 5, 9)
+        whole(api, max_tokens=11)
+        assert api.backend.jobs[-1].sampling.max_tokens == 11
 
 
 def test_every_form_of_message_history_is_rendered(api: Api) -> None:

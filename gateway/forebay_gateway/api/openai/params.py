@@ -103,8 +103,9 @@ def sampling_params(
         _need(card, CAP_LOGIT_BIAS, "logit_bias")
     if limit is not None and (request.min_tokens or 0) > limit:
         raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
-    max_tokens = room if limit is None else min(limit, room)
     defaults = card.generation_defaults
+    most = int(_pick(limit, defaults, "max_tokens", room))
+    max_tokens = max(1, min(most, room))
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(request.min_tokens or 0, max_tokens),
