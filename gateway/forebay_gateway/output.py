@@ -5,8 +5,7 @@ does not hold, and no character of a stop string goes out. It knows no HTTP dial
 """
 
 import codecs
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,27 +40,41 @@ class Vocabulary:
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.special_texts = tuple(added[index].content for index in sorted(self.special_ids))
+        self._special = {added[index].content: index for index in self.special_ids}
         self.byte_level = _is_byte_level(tokenizer)
         spell = _byte_level_bytes if self.byte_level else _sentencepiece_bytes
         vocab = tokenizer.get_vocab(with_added_tokens=True)
+        self._kept: dict[frozenset[int], list[bytes]] = {}
         self._table = [b""] * max(size, 1 + max(vocab.values(), default=0))
         for text, index in vocab.items():
             self._table[index] = added[index].content.encode() if index in added else spell(text)
         self.longest = max(map(len, vocab), default=1)
         """Characters of the longest token: m characters make at least m / longest tokens."""
 
-    @cached_property
-    def _visible(self) -> list[bytes]:
-        return [b"" if i in self.special_ids else text for i, text in enumerate(self._table)]
+    def _visible(self, kept: frozenset[int]) -> list[bytes]:
+        """The table without the special tokens, but for those that are kept."""
+        if kept not in self._kept:
+            hidden = self.special_ids - kept
+            self._kept[kept] = [b"" if i in hidden else text for i, text in enumerate(self._table)]
+        return self._kept[kept]
+
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token by its text."""
+        return self._special.get(text)
 
     def spelling(self, token_id: int) -> bytes:
         """The bytes of one token; empty for an id that the tokenizer does not know."""
         return self._table[token_id] if token_id < len(self._table) else b""
 
-    def detokeniser(self, *, skip_special: bool = True) -> Detokeniser:
+    def detokeniser(self, *, skip_special: bool = True, keep: Collection[str] = ()) -> Detokeniser:
+        """`keep` names special tokens whose text is needed although the others are skipped."""
+        if not skip_special:
+            kept = self.special_ids
+        else:
+            kept = frozenset(i for i in map(self.special_id, keep) if i is not None)
         if self.byte_level:
-            return _TableDetokeniser(self._visible if skip_special else self._table)
-        return _WindowDetokeniser(self._tokenizer, skip_special)
+            return _TableDetokeniser(self._visible(kept) if skip_special else self._table)
+        return _WindowDetokeniser(self._tokenizer, self.special_ids - kept)
 
 
 class _TableDetokeniser:
@@ -86,17 +99,18 @@ class _WindowDetokeniser:
     The window gives the decoder the context it needs (leading space, a run of byte tokens).
     """
 
-    __slots__ = ("_emitted", "_ids", "_skip_special", "_text", "_tokenizer")
+    __slots__ = ("_emitted", "_hidden", "_ids", "_text", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._hidden = hidden
         self._ids: list[int] = []
         self._emitted = 0
         self._text = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return "".join([self._step(token_id) for token_id in token_ids])
+        hidden = self._hidden
+        return "".join([self._step(token_id) for token_id in token_ids if token_id not in hidden])
 
     def flush(self) -> str:
         return self._take(self._decode(self._ids))
@@ -117,7 +131,7 @@ class _WindowDetokeniser:
         return piece
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 class StopMatcher:

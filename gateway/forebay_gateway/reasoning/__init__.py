@@ -1,0 +1,1 @@
+"""Reasoning: telling a model's thinking from its answer."""
