@@ -15,7 +15,7 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
-MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_GRAMMAR_BYTES = 128 * 1024
 # Below this the softmax of float32 logits over / temperature overflows; such a request is greedy.
 GREEDY_TEMPERATURE = 1e-4
 

@@ -9,7 +9,13 @@ import re
 import secrets
 
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
-from forebay_shared.models import CAP_LOGIT_BIAS, CAP_LOGPROBS, CAP_PENALTIES, ModelCard
+from forebay_shared.models import (
+    CAP_GRAMMAR,
+    CAP_LOGIT_BIAS,
+    CAP_LOGPROBS,
+    CAP_PENALTIES,
+    ModelCard,
+)
 from forebay_shared.sampling import SamplingParams
 
 from forebay_gateway.api.openai.schema import (
@@ -17,6 +23,7 @@ from forebay_gateway.api.openai.schema import (
     CompletionRequest,
     GenerationRequest,
 )
+from forebay_gateway.api.openai.structured import grammar_of
 from forebay_gateway.output import OutputOptions
 
 MAX_STOPS = 16
@@ -101,6 +108,9 @@ def sampling_params(
             _need(card, CAP_PENALTIES, name)
     if request.logit_bias:
         _need(card, CAP_LOGIT_BIAS, "logit_bias")
+    grammar = grammar_of(request.response_format, request.structured_outputs)
+    if grammar is not None:
+        _need(card, CAP_GRAMMAR, grammar.field)
     if limit is not None and (request.min_tokens or 0) > limit:
         raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
     defaults = card.generation_defaults
@@ -126,6 +136,7 @@ def sampling_params(
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
+        grammar=grammar,
     )
     sampling.validate(card.vocab_size)
     return sampling

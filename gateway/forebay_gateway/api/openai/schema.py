@@ -13,6 +13,8 @@ from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from forebay_shared.sampling import MAX_LOGPROBS, MAX_N
 from msgspec import Meta
 
+from forebay_gateway.api.openai.structured import REMOVED, ResponseFormat, StructuredOutputs
+
 T = TypeVar("T")
 
 _MAX_INT32 = 2**31 - 1
@@ -27,10 +29,6 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: str
-
-
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that would change the answer and that nothing here honours: null or refused."""
 
@@ -43,13 +41,13 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     guided_grammar: object = None
     guided_json: object = None
     guided_regex: object = None
+    guided_whitespace_pattern: object = None
     json_schema: object = None
     lora_path: object = None
     prompt_embeds: object = None
     prompt_logprobs: object = None
     regex: object = None
     stop_regex: object = None
-    structured_outputs: object = None
     thinking_token_budget: object = None
     truncate_prompt_tokens: object = None
 
@@ -78,6 +76,7 @@ class GenerationRequest(Unsupported, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     best_of: Count | None = None
     use_beam_search: bool | None = None
     cache_salt: str | None = None
@@ -182,10 +181,6 @@ def _refuse_common(request: GenerationRequest) -> None:
     for name in Unsupported.__struct_fields__:
         if getattr(request, name) is not None:
             raise _unsupported(name)
-    if request.response_format is not None and request.response_format.type != "text":
-        raise UnsupportedError(
-            "response_format other than text is not supported.", param="response_format"
-        )
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise UnsupportedError("best_of above n is not supported.", param="best_of")
     if request.use_beam_search:
@@ -197,6 +192,8 @@ def _refuse_common(request: GenerationRequest) -> None:
 
 
 def _unsupported(name: str) -> UnsupportedError:
+    if name in REMOVED:
+        return UnsupportedError(f"{name} is now {REMOVED[name]}.", param=name)
     return UnsupportedError(f"{name} is not supported.", param=name)
 
 
