@@ -1,0 +1,1 @@
+"""Kernels: Triton for cards, numba for CPUs, and plain torch as the reference of both."""
