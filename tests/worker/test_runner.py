@@ -81,7 +81,7 @@ def test_sizes_that_cannot_fit_say_why(
 ) -> None:
     with pytest.raises(ModelError) as error:
         Runner(checkpoint, settings)
-    assert error.value.message == message
+    assert str(error.value) == message
 
 
 def test_random_weights_need_only_a_config(checkpoint: Path, tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ It puts model, core and loop together; what each does is theirs to know.
 import logging
 
 import msgspec
-from forebay_shared.errors import InvalidRequestError
 from forebay_shared.models import CAP_GRAMMAR, ModelCard
-from forebay_shared.settings import StartError, WorkerSettings
+from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import Load, Submit
 
 from forebay_worker.checkpoint import resolve
@@ -29,10 +28,7 @@ class NativeEngine:
     def __init__(self, settings: WorkerSettings) -> None:
         directory = resolve(settings.model)
         files = ModelFiles(directory, settings)
-        try:
-            self._runner = Runner(directory, settings)
-        except InvalidRequestError as error:
-            raise StartError(error.message) from error
+        self._runner = Runner(directory, settings)
         self._settings = settings
         self._limits = Limits.of(self._runner, files.eos_token_ids)
         self._card, self._blobs = files.card(

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forebay_shared.errors import InvalidRequestError
+from forebay_shared.settings import StartError
 
 RawConfig = Mapping[str, Any]
 
 
-class ModelError(InvalidRequestError):
+class ModelError(StartError):
     """The model cannot be served; the message is one line that says what is wrong with it."""
-
-    code = "unsupported_model"
 
 
 @dataclass(frozen=True, slots=True)
