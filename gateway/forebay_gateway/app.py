@@ -6,15 +6,17 @@ from forebay_shared.errors import MethodNotAllowedError
 from forebay_shared.settings import GatewaySettings
 from litestar import Litestar, Request, Response
 from litestar.datastructures import State
+from litestar.types import Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
 from forebay_gateway.api.edge import Edge
 from forebay_gateway.api.errors import ClientGoneError, envelope, foreseen
 from forebay_gateway.api.health import health_routes
-from forebay_gateway.api.openai.routes import generation_routes, model_routes
+from forebay_gateway.api.openai.routes import generation_apps, generation_routes, model_routes
 from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.ports import Services
 from forebay_gateway.auth import Keyring
+from forebay_gateway.interpret import Interpreter
 from forebay_gateway.prompt import Renderers
 
 
@@ -23,14 +25,16 @@ def create_app(
 ) -> Edge:
     """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
     renderers = Renderers(backend.store.blob)
-    service = OpenAIService(backend, renderers)
+    interpreter = Interpreter(settings.tool_call_parser, settings.reasoning_parser)
+    service = OpenAIService(backend, renderers, interpreter)
 
     async def warm() -> None:
         await renderers.warm(backend.roster.cards())
 
+    generation = generation_apps(service, settings.max_body_bytes)
     routes = Litestar(
         route_handlers=[
-            *generation_routes(service, settings.max_body_bytes),
+            *generation_routes(generation),
             *model_routes(backend.roster),
             *health_routes(backend, draining, warm),
         ],
@@ -39,8 +43,15 @@ def create_app(
         logging_config=None,
         request_max_body_size=None,
     )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        # The calls that everybody makes go past the router, which takes 9 % of a request's time.
+        posted = scope["type"] == "http" and scope["method"] == "POST"
+        direct = generation.get(scope["path"]) if posted else None
+        await (direct or routes)(scope, receive, send)
+
     return Edge(
-        routes,
+        app,
         keyring=Keyring(settings.api_key, protect_metrics=settings.protect_metrics),
         admission=Admission(settings.max_concurrent_requests),
         telemetry=backend.telemetry,

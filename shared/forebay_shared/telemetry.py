@@ -226,6 +226,7 @@ class GatewayMetrics:
             registry=registry,
             buckets=_HTTP_S,
         )
+        self._answers: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.open_requests = Gauge(
             "forebay_open_requests", "HTTP requests that are open.", registry=registry
         )
@@ -269,8 +270,15 @@ class GatewayMetrics:
     def http_request(self, route: str, status: int, seconds: float) -> None:
         """Counts an answered request. A route outside ROUTES counts as "other"."""
         name = route if route in ROUTES else "other"
-        self._requests.labels(route=name, status=f"{status // 100}xx").inc()
-        self._seconds.labels(route=name).observe(seconds)
+        answers = (name, status // 100)
+        if answers not in self._answers:  # `labels` costs 3 us for each value that it looks up
+            self._answers[answers] = (
+                self._requests.labels(route=name, status=f"{status // 100}xx"),
+                self._seconds.labels(route=name),
+            )
+        count, duration = self._answers[answers]
+        count.inc()
+        duration.observe(seconds)
 
     def dropped(self, reason: DropReason, count: int = 1) -> None:
         self._dropped.labels(reason=reason).inc(count)

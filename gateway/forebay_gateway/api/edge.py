@@ -5,7 +5,7 @@ routes. It answers itself when one of these fails, and counts every answer. It k
 """
 
 import asyncio
-import os
+import random
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from forebay_shared.telemetry import GatewayMetrics
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
-from forebay_gateway.api.errors import Headers
+from forebay_gateway.api.errors import ClientGoneError, Headers
 from forebay_gateway.api.respond import Answer, error_answer
 from forebay_gateway.auth import METRICS_PATH, OPEN_PATHS, Keyring
 
@@ -95,6 +95,8 @@ class Edge:
             if status == _CLIENT_CLOSED:
                 await error_answer(OverloadedError(_ENDING))(scope, receive, send_out)
             raise
+        except ClientGoneError:
+            pass  # nobody is there to be answered
         except Exception as error:
             if status != _CLIENT_CLOSED:
                 raise  # the answer has begun: the server closes the connection
@@ -134,7 +136,7 @@ class Edge:
         """The request's id (the client's own when it is sound) and what CORS asks for."""
         request_id = headers.get(b"x-request-id", b"")
         if not _REQUEST_ID.fullmatch(request_id):
-            request_id = b"req_" + os.urandom(12).hex().encode()
+            request_id = b"req_" + b"%024x" % random.getrandbits(96)
         extra: Headers = [(b"x-request-id", request_id)]
         origin = headers.get(b"origin")
         if self._origins:

@@ -11,7 +11,7 @@ from forebay_shared.errors import OverloadedError
 from litestar.types import Receive, Scope, Send
 from prometheus_client import Gauge
 
-from forebay_gateway.api.connection import while_connected
+from forebay_gateway.api.connection import WhileConnected
 from forebay_gateway.api.errors import ClientGoneError, foreseen
 from forebay_gateway.api.openai.generate import FinishReason, Transcript, Update, Usage
 from forebay_gateway.api.openai.shapes import Shape, UsageFields
@@ -37,7 +37,7 @@ class WholeAnswer:
         transcript = self._transcript
         pieces: list[list[str]] = [[] for _ in range(transcript.size)]
         reasons: dict[int, FinishReason] = {}
-        async with while_connected(receive), transcript:
+        async with WhileConnected(receive), transcript:
             while not transcript.done:
                 for update in await transcript.advance():
                     pieces[update.index].append(update.text)
@@ -74,7 +74,7 @@ class StreamedAnswer:
         stream = EventStream(send)
         try:
             with _counted(self._open_streams):
-                async with while_connected(receive), self._transcript:
+                async with WhileConnected(receive), self._transcript:
                     await self._write(stream)
         except ClientGoneError:
             if not stream.started:

@@ -1,20 +1,19 @@
 """The routes of the OpenAI dialect: read, one call, answer."""
 
+from collections.abc import Awaitable, Callable, Mapping
+
 import msgspec
 from forebay_shared.models import ModelCard
-from litestar import Request, get, post
-from litestar.datastructures import State
+from litestar import get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
-from litestar.types import ASGIApp
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from forebay_gateway.api.body import read_json_body
 from forebay_gateway.api.edge import caller, raw_headers
 from forebay_gateway.api.openai.service import OpenAIService, find_model
 from forebay_gateway.api.ports import Models
 from forebay_gateway.api.respond import Answer
-
-HTTPRequest = Request[object, object, State]
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
@@ -32,20 +31,33 @@ class ModelList(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
-def generation_routes(service: OpenAIService, max_body_bytes: int) -> list[HTTPRouteHandler]:
-    @post("/v1/chat/completions", status_code=200)
-    async def chat_completions(request: HTTPRequest) -> ASGIApp:
-        headers = raw_headers(request.scope)
-        body = await read_json_body(headers, request.receive, max_body_bytes)
-        return await service.chat(body, caller(request.scope))
+def generation_apps(service: OpenAIService, max_body_bytes: int) -> dict[str, ASGIApp]:
+    """What answers a POST, by path."""
 
-    @post("/v1/completions", status_code=200)
-    async def completions(request: HTTPRequest) -> ASGIApp:
-        headers = raw_headers(request.scope)
-        body = await read_json_body(headers, request.receive, max_body_bytes)
-        return await service.complete(body, caller(request.scope))
+    def app(call: Callable[[bytes | bytearray, str], Awaitable[ASGIApp]]) -> ASGIApp:
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            body = await read_json_body(raw_headers(scope), receive, max_body_bytes)
+            answer = await call(body, caller(scope))
+            await answer(scope, receive, send)
 
-    return [chat_completions, completions]
+        return run
+
+    return {
+        "/v1/chat/completions": app(service.chat),
+        "/v1/completions": app(service.complete),
+    }
+
+
+def generation_routes(apps: Mapping[str, ASGIApp]) -> list[HTTPRouteHandler]:
+    """The same as routes, which know other methods and other spellings of the paths."""
+
+    def route(path: str, app: ASGIApp) -> HTTPRouteHandler:
+        async def answer() -> ASGIApp:
+            return app
+
+        return post(path, status_code=200)(answer)
+
+    return [route(path, app) for path, app in apps.items()]
 
 
 def model_routes(roster: Models) -> list[HTTPRouteHandler]:
