@@ -11,6 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
+import httptools
 import uvicorn
 from forebay_shared.errors import ForebayError, HeadersTooLargeError, InvalidRequestError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -27,10 +28,16 @@ LAME_DUCK_S = 1.0
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. The parser has no limits; bytes, count and time are bounded here."""
+    """One connection. The parser has no limits; bytes, count and time are bounded here.
+
+    What a client sends behind a request that is being answered is not read, and the connection ends
+    with that answer. Requests in a row would have to be held back, and while a connection is held
+    back nobody notices that its client has left.
+    """
 
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    """Runs from the first byte to the end of a head."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,7 +47,23 @@ class Protocol(HttpToolsProtocol):
         self._stop_head_timer()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        if self._head_timer is None and not self._answering and not self.transport.is_closing():
+            # Blank lines, or the rest of a body that was refused: nobody waits for the client.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
     def on_message_begin(self) -> None:
+        if self._answering:
+            raise ValueError("a request behind another one")  # a parse error, like any in callbacks
         super().on_message_begin()
         self._head_bytes = 0
         if self._head_timer is None:
@@ -51,15 +74,46 @@ class Protocol(HttpToolsProtocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        if self._head_timer is not None:  # else a trailer, which must not pass for a header
+            super().on_header(name, value)
         self._count(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
+        if self._upgrades():
+            return
         self._stop_head_timer()
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        if not self._upgrades():
+            super().on_message_complete()
+
+    @property
+    def _answering(self) -> bool:
+        return bool(self.cycle) and not self.cycle.response_complete  # None before a first request
+
+    def _upgrades(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Reads the request again as if it had not asked for HTTP/2 or a WebSocket.
+
+        The parser takes what follows such a head for another protocol; but a server that stays with
+        HTTP/1.1 owes a plain answer, and Java's client asks for h2c with every first request.
+        """
+        if not self._upgrades():
+            self.cycle.keep_alive = False
+            return
+        kept = [(name, value) for name, value in self.headers if name != b"upgrade"]
+        head = [b"%s %s HTTP/1.1\r\n" % (self.parser.get_method(), self.url)]
+        head += [b"%s: %s\r\n" % header for header in kept]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join(head) + b"\r\n" + rest)
+
     def send_400_response(self, msg: str) -> None:
-        if self._head_bytes > MAX_HEADER_BYTES or len(self.headers or ()) > MAX_HEADERS:
+        if self._answering and not self.cycle.more_body:
+            self.cycle.keep_alive = False  # what is wrong is behind the request
+        elif self._head_bytes > MAX_HEADER_BYTES or len(self.headers or ()) > MAX_HEADERS:
             self._refuse(HeadersTooLargeError("The request's headers are too large."))
         else:
             self._refuse(InvalidRequestError("The request is not valid HTTP."))

@@ -1,0 +1,113 @@
+"""One connection, as hostile and clumsy clients use it: bytes that no HTTP library would send."""
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+from forebay_shared.settings import GatewaySettings, Secret
+from gateway_fakes import ANSWER, MODEL, Api, Play, exchange, request_bytes, running_api, wait_until
+from transcripts import check_answer, check_error, check_stream
+
+CHAT = "/v1/chat/completions"
+KEY = {"authorization": "Bearer sk-test"}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Api]:
+    with running_api(settings=GatewaySettings(api_key=(Secret("sk-test"),))) as api:
+        yield api
+
+
+@pytest.fixture
+def api(server: Api) -> Iterator[Api]:
+    server.reset()
+    yield server
+    wait_until(lambda: not server.backend.running, "no job is left open")
+
+
+def body(**fields: object) -> bytes:
+    message = {"role": "user", "content": "hi"}
+    return json.dumps({"model": MODEL, "messages": [message], **fields}).encode()
+
+
+def chat_bytes(headers: dict[str, str] | None = None, **fields: object) -> bytes:
+    lines = KEY | JSON | {"connection": "keep-alive"} | (headers or {})
+    return request_bytes("POST", CHAT, lines, body(**fields))
+
+
+def connect(api: Api) -> socket.socket:
+    host, port = api.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_with_a_second_request_behind_the_first_cancels_its_work(
+    api: Api, stream: bool
+) -> None:
+    api.backend.script = lambda job, index: Play(api.backend.answer, hang_after=0)
+    with connect(api) as connection:
+        connection.sendall(chat_bytes(stream=stream) * 2)
+        wait_until(lambda: len(api.backend.running) == 1, "the first job runs")
+    wait_until(lambda: len(api.backend.cancelled) == 1, "it is cancelled", timeout_s=1.0)
+    assert len(api.backend.jobs) == 1
+
+
+@pytest.mark.parametrize("behind", [chat_bytes(), b"\x00 no HTTP\r\n\r\n"], ids=["request", "junk"])
+def test_what_follows_a_request_stays_out_of_its_answer_and_ends_the_connection(
+    api: Api, behind: bytes
+) -> None:
+    go_on = [1]
+    api.backend.script = lambda job, index: Play(api.backend.answer, pause_at=go_on)
+    with connect(api) as connection:
+        connection.sendall(chat_bytes(stream=True))
+        received = connection.recv(65536)
+        connection.sendall(behind)
+        assert exchange(api.url, request_bytes("GET", "/health", {}))[0] == 200
+        go_on.clear()
+        received += b"".join(iter(lambda: connection.recv(65536), b""))
+    assert received.count(b"HTTP/1.1") == 1
+    events = b"".join(line + b"\n\n" for line in received.split(b"\n") if line.startswith(b"data"))
+    assert check_stream(events, model=MODEL).texts == {0: ANSWER}
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_who_asks_for_another_protocol_gets_a_plain_answer_on_a_sound_connection(
+    api: Api, protocol: str
+) -> None:
+    asked = chat_bytes({"connection": "Upgrade, HTTP2-Settings", "upgrade": protocol})
+    with connect(api) as connection:
+        for _ in range(2):
+            connection.sendall(asked[:-9])
+            connection.sendall(asked[-9:])
+            received = connection.recv(65536)
+            check_answer(received.split(b"\r\n\r\n", 1)[1], model=MODEL)
+
+
+def test_a_trailer_is_no_header(api: Api) -> None:
+    head = {"transfer-encoding": "chunked", "connection": "close"} | JSON
+    sent = request_bytes("POST", CHAT, head).replace(b"content-length: 0\r\n", b"")
+    sent += b"%x\r\n%s\r\n0\r\nauthorization: Bearer sk-test\r\n\r\n" % (len(body()), body())
+    status, _, answer = exchange(api.url, sent)
+    assert status == 401
+    check_error(answer)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (request_bytes("GET", "/health", {"connection": "keep-alive"}), b"\r\n"),
+        (request_bytes("POST", CHAT, {"connection": "keep-alive", "content-length": "9"}), b"x"),
+    ],
+    ids=["a blank line", "a piece of a body that was refused"],
+)
+def test_a_connection_that_asks_nothing_more_is_closed(
+    api: Api, monkeypatch: pytest.MonkeyPatch, first: bytes, then: bytes
+) -> None:
+    monkeypatch.setattr(api.server.config, "timeout_keep_alive", 0.3)
+    with connect(api) as connection:
+        connection.sendall(first)
+        assert connection.recv(65536).startswith(b"HTTP/1.1")
+        connection.sendall(then)
+        assert connection.recv(65536) == b""
