@@ -6,6 +6,7 @@ returns what the transcript says, so that a test can go on with it. It knows no 
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 
 FINISH_REASONS = {"stop", "length", "tool_calls", "content_filter"}
@@ -21,11 +22,16 @@ _MILLISECONDS = 100_000_000_000
 
 @dataclass
 class Transcript:
-    """What an answer says: per choice its text, its finish reason and its deltas."""
+    """What an answer says: per choice its text, thinking, tool calls, finish reason and deltas.
+
+    A call is `{"id", "name", "arguments"}`; a streamed one has its argument `pieces` as well.
+    """
 
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     pieces: dict[int, list[str]] = field(default_factory=dict)
+    thoughts: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, list[dict]] = field(default_factory=dict)
     logprobs: dict[int, list[dict]] = field(default_factory=dict)
     usage: dict | None = None
     error: dict | None = None
@@ -127,7 +133,11 @@ def _take_choice(choice: dict, transcript: Transcript, n: int, chat: bool) -> No
             assert "role" not in delta, "a role after the first delta"
         if reason is not None:
             assert delta == {}, "the finish reason comes with a delta"
+            called = bool(transcript.calls.get(index))
+            assert called or reason != "tool_calls", "tool_calls without a call"
+            assert not called or reason != "stop", "stop although tools were called"
         text = delta.get("content", "")
+        _take_parts(index, delta, transcript)
     else:
         text = choice["text"]
         assert reason is None or text == "", "the finish reason comes with text"
@@ -137,6 +147,45 @@ def _take_choice(choice: dict, transcript: Transcript, n: int, chat: bool) -> No
     if reason is not None:
         assert reason in FINISH_REASONS, f"finish reason {reason!r}"
         transcript.reasons[index] = reason
+
+
+def _take_parts(index: int, delta: dict, transcript: Transcript) -> None:
+    """Thinking and tool calls of a delta."""
+    known = {"role", "content", "reasoning", "reasoning_content", "tool_calls"}
+    assert set(delta) <= known, f"unknown keys in a delta: {set(delta) - known}"
+    thought = delta.get("reasoning", "")
+    assert delta.get("reasoning_content", "") == thought, "two names, two texts"
+    if thought:
+        assert not transcript.texts.get(index), "thinking after the answer"
+        transcript.thoughts[index] = transcript.thoughts.get(index, "") + thought
+    calls = transcript.calls.setdefault(index, [])
+    for call in delta.get("tool_calls", ()):
+        _take_call(call, calls)
+
+
+def _take_call(call: dict, calls: list[dict]) -> None:
+    function = call["function"]
+    assert isinstance(function["arguments"], str), "arguments is not a string"
+    if call["index"] == len(calls):
+        assert set(call) == {"index", "id", "type", "function"}, "first delta of a call"
+        assert function["arguments"] == "", "the first delta of a call has arguments"
+        check_call(call)
+        calls.append({"id": call["id"], "name": function["name"], "pieces": [], "arguments": ""})
+        return
+    assert call["index"] == len(calls) - 1, "a call goes on after the next one began"
+    assert set(call) == {"index", "function"}, "a later delta of a call repeats its head"
+    assert set(function) == {"arguments"}, "a later delta of a call repeats its name"
+    assert function["arguments"], "a delta without any argument text"
+    calls[-1]["pieces"].append(function["arguments"])
+    calls[-1]["arguments"] += function["arguments"]
+
+
+def check_call(call: dict) -> None:
+    """Checks what a call's first delta and a whole call have in common."""
+    assert re.fullmatch("call_[0-9a-f]{24}", call["id"]), f"id of a call: {call['id']}"
+    assert call["type"] == "function", "type of a call"
+    assert isinstance(call["function"]["name"], str), "name of a call"
+    assert call["function"]["name"], "name of a call"
 
 
 def check_answer(raw: bytes, *, model: str, n: int = 1, chat: bool = True) -> Transcript:
@@ -154,13 +203,31 @@ def check_answer(raw: bytes, *, model: str, n: int = 1, chat: bool = True) -> Tr
         transcript.reasons[index] = choice["finish_reason"]
         if chat:
             assert choice["message"]["role"] == "assistant", "role"
-            transcript.texts[index] = choice["message"]["content"]
+            _take_message(index, choice, transcript)
         else:
             transcript.texts[index] = choice["text"]
         assert isinstance(transcript.texts[index], str), "text is not a string"
         if choice.get("logprobs") is not None:
             transcript.logprobs[index] = [choice["logprobs"]]
     return transcript
+
+
+def _take_message(index: int, choice: dict, transcript: Transcript) -> None:
+    message = choice["message"]
+    calls = message.get("tool_calls")
+    assert calls is None or calls, "an empty list of calls"
+    for call in calls or ():
+        check_call(call)
+        assert set(call) == {"id", "type", "function"}, f"keys of a call: {set(call)}"
+    transcript.calls[index] = [{"id": call["id"], **call["function"]} for call in calls or ()]
+    assert calls or choice["finish_reason"] != "tool_calls", "tool_calls without a call"
+    assert not calls or choice["finish_reason"] != "stop", "stop although tools were called"
+    assert not calls or message["content"] != "", "content is empty where it should be null"
+    assert calls or message["content"] is not None, "content is null without a call"
+    transcript.texts[index] = message["content"] or ""
+    if "reasoning" in message or "reasoning_content" in message:
+        assert message["reasoning"] == message["reasoning_content"], "two names, two texts"
+        transcript.thoughts[index] = message["reasoning"]
 
 
 def check_error(raw: bytes, *, status: int | None = None, content_type: str = "") -> dict:
@@ -192,3 +259,5 @@ def _check_usage(usage: dict) -> None:
     details = usage.get("prompt_tokens_details")
     if details:
         assert 0 <= details["cached_tokens"] <= counts[0], "more cached than prompted"
+    if thinking := usage.get("completion_tokens_details"):
+        assert 0 <= thinking["reasoning_tokens"] <= counts[1], "more thought than completed"

@@ -20,6 +20,8 @@ from forebay_shared.template import ChatTemplate, Json
 from tokenizers import Tokenizer
 
 from forebay_gateway.output import Vocabulary
+from forebay_gateway.tools.history import with_short_ids, with_text_arguments
+from forebay_gateway.tools.spelled import reads_tools, with_spelled_calls, with_spelled_tools
 
 T = TypeVar("T")
 Message = dict[str, Json]
@@ -34,6 +36,8 @@ MAX_RENDERERS = 8
 # token's text in two so that neither half is it.
 _CONTINUE = "\ufdd0"
 _CUT = "\ufdd1"
+_SHORT_IDS = re.compile(r"length\s*(!=|==|<|>)\s*9\b")
+"""A template that insists on ids of nine letters, as Mistral's do."""
 
 
 class TemplateOptions(msgspec.Struct, frozen=True):
@@ -42,6 +46,8 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     kwargs: dict[str, Json] = {}
+    tools: list[Json] = []
+    """Functions as templates read them."""
 
 
 class Renderer:
@@ -51,9 +57,8 @@ class Renderer:
         self._tokenizer = Tokenizer.from_str(tokenizer.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template = (
-            None if template is None else ChatTemplate(template.decode(), card.template_tokens)
-        )
+        self.template = "" if template is None else template.decode()
+        self._template = ChatTemplate(self.template, card.template_tokens) if template else None
         self._max_model_len = card.max_model_len
         self._bos = card.bos_token_id
         self.vocabulary = Vocabulary(self._tokenizer, card.vocab_size)
@@ -72,13 +77,13 @@ class Renderer:
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
         given = [self._shield(message) for message in messages]
+        given, tools = self._with_tools(given, [self._cut(tool) for tool in options.tools])
         if options.continue_final_message:
             given[-1] = given[-1] | {"content": f"{given[-1]['content']}{_CONTINUE}"}
-        text = self._template.render(
-            given,
-            add_generation_prompt=options.add_generation_prompt,
-            kwargs=self._shield(options.kwargs),
-        )
+        kwargs = self._shield(options.kwargs)
+        if tools:
+            kwargs["tools"] = tools
+        text = self._render(self._template, given, options.add_generation_prompt, kwargs)
         if options.continue_final_message:
             text, found, _ = text.rpartition(_CONTINUE)
             if not found:
@@ -87,6 +92,39 @@ class Renderer:
                 )
         self._check_length(text, "messages")
         return self._encode_cut(text) if _CUT in text else self._encode(text)
+
+    def _with_tools(
+        self, messages: list[Message], tools: list[Json]
+    ) -> tuple[list[Message], list[Json]]:
+        """Messages and tools in the form that the template reads; in words what it knows not."""
+        if "tool_calls" not in self.template:
+            messages = with_spelled_calls(messages)
+        elif _SHORT_IDS.search(self.template):
+            messages = with_short_ids(messages)
+        if tools and not reads_tools(self.template):
+            return with_spelled_tools(messages, tools), []
+        return messages, tools
+
+    def _render(
+        self,
+        template: ChatTemplate,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        kwargs: dict[str, Json],
+    ) -> str:
+        """Most templates want the arguments of calls as objects, some as text."""
+        try:
+            return template.render(
+                messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs
+            )
+        except InvalidRequestError:
+            if not any("tool_calls" in message for message in messages):
+                raise
+            return template.render(
+                with_text_arguments(messages),
+                add_generation_prompt=add_generation_prompt,
+                kwargs=kwargs,
+            )
 
     def text(self, prompt: str) -> list[int]:
         """The ids of a raw prompt, special tokens included, with at most one BOS token."""

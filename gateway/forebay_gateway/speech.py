@@ -16,9 +16,9 @@ from forebay_gateway.tools.base import ToolParser
 class Speech:
     """The parts of one sequence's answer as they come.
 
-    `tokens` counts what the answer consumed, `reasoning_tokens` those of them that were thinking
-    (the tags included), `calls` the tool calls so far. With `one_call` the answer ends behind its
-    first call.
+    `tokens` counts what the answer consumed, `reasoning_tokens` those of them that were thinking,
+    the tags included (None where no thinking is told), `calls` the tool calls so far. With
+    `one_call` the answer ends behind its first call.
     """
 
     __slots__ = (
@@ -53,7 +53,7 @@ class Speech:
         self._tools = tools
         self._one_call = one_call
         self.tokens = 0
-        self.reasoning_tokens = 0
+        self.reasoning_tokens = 0 if reasoning else None
         self.calls = 0
         self.stopped = False
 
@@ -64,7 +64,7 @@ class Speech:
             self.tokens += 1
             thinking = self._thinking
             parts += self._listen(self._detokeniser.push((token_id,)))
-            if thinking or self._thinking:
+            if self.reasoning_tokens is not None and (thinking or self._thinking):
                 self.reasoning_tokens += 1
             if self.stopped:
                 break

@@ -54,6 +54,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: Annotated[
         tuple[str, ...], Meta(description="origin that browsers may call from; repeatable")
     ] = ()
+    tool_call_parser: Annotated[
+        str, Meta(description="form of the model's tool calls; auto: by its chat template")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, Meta(description="form of the model's thinking, or none; auto: by its chat template")
+    ] = "auto"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "info"
@@ -131,6 +137,12 @@ class ServeSettings(WorkerSettings, frozen=True, kw_only=True):
     api_key: Annotated[
         tuple[Secret, ...], Meta(description="bearer key that clients must send; repeatable")
     ] = ()
+    tool_call_parser: Annotated[
+        str, Meta(description="form of the model's tool calls; auto: by its chat template")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, Meta(description="form of the model's thinking, or none; auto: by its chat template")
+    ] = "auto"
     drain_timeout_s: Annotated[
         float, Meta(ge=0, description="after Ctrl-C or SIGTERM, seconds for open streams to finish")
     ] = 1.0

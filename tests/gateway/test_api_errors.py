@@ -85,7 +85,7 @@ def test_a_poisonous_value_is_refused_by_the_fields_name(api: Api, field: str) -
 
 
 UNSUPPORTED = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tools": [{"type": "custom", "custom": {"name": "f"}}],
     "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},

@@ -41,8 +41,14 @@ class ReasoningParser:
         self._spoken = False
         self._parts: list[Part] = []
         self.thinking = opened is Opened.YES or (opened is Opened.UNSAID and self.starts_thinking)
-        undecided = opened is Opened.UNSAID or self.thinking
-        self._state: Callable[[], bool] = self._undecided if undecided else self._answering
+        self._state: Callable[[], bool] = (
+            self._answering if opened is Opened.CLOSED else self._undecided
+        )
+
+    @property
+    def undecided(self) -> bool:
+        """Whether thinking is going on or may still begin; before the first text, by the prompt."""
+        return self.thinking or self._state == self._undecided
 
     @classmethod
     def opened(cls, tail: str) -> Opened:

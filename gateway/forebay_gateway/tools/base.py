@@ -30,6 +30,26 @@ class Tool(msgspec.Struct, frozen=True):
     parameters: dict[str, Json] = {}
     strict: bool = False
 
+    def described(self) -> dict[str, Json]:
+        """The function as chat templates read it."""
+        described: dict[str, Json] = {"name": self.name}
+        if self.description is not None:
+            described["description"] = self.description
+        described["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return described
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """The tools that the model gets, and those of them that it must call: none when it is free."""
+
+    tools: tuple[Tool, ...]
+    forced: tuple[Tool, ...] = ()
+    one_call: bool = False
+
+    def described(self) -> list[Json]:
+        """The tools as chat templates read them."""
+        return [{"type": "function", "function": tool.described()} for tool in self.tools]
+
 
 class Sink:
     """Collects what a parser finds. White space between text and a call belongs to the markup."""

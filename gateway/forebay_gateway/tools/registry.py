@@ -16,6 +16,7 @@ from forebay_gateway.tools.llama3_json import Llama3JsonParser
 from forebay_gateway.tools.mistral import MistralParser
 from forebay_gateway.tools.pythonic import PythonicParser
 from forebay_gateway.tools.qwen3_coder import Qwen3CoderParser
+from forebay_gateway.tools.spelled import reads_tools
 
 GROUP = "forebay.tool_parsers"
 AUTO = "auto"
@@ -57,4 +58,6 @@ def tool_parser(name: str, template: str) -> type[ToolParser]:
     """
     if name != AUTO:
         return tool_parsers()[name]
+    if not reads_tools(template):
+        return HermesParser
     return next((cls for cls in tool_parsers().values() if cls.writes(template)), HermesParser)

@@ -17,6 +17,7 @@ from forebay_gateway.api.openai.generate import FinishReason, Transcript, Update
 from forebay_gateway.api.openai.shapes import Shape, UsageFields
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.api.sse import DONE, EventStream
+from forebay_gateway.parts import Collected
 
 EARLY_S = 0.25
 """How long a stream waits for the engine's first word before its status goes out.
@@ -35,17 +36,18 @@ class WholeAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         transcript = self._transcript
-        pieces: list[list[str]] = [[] for _ in range(transcript.size)]
+        answers = [Collected() for _ in range(transcript.size)]
         reasons: dict[int, FinishReason] = {}
         async with WhileConnected(receive), transcript:
             while not transcript.done:
                 for update in await transcript.advance():
-                    pieces[update.index].append(update.text)
+                    answers[update.index].add_text(update.text)
+                    answers[update.index].add(update.parts)
                     self._shape.collect(update)
                     if update.reason is not None:
                         reasons[update.index] = update.reason
         body = self._shape.whole(
-            ["".join(texts) for texts in pieces],
+            answers,
             [reasons[index] for index in range(transcript.size)],
             transcript.usage,
         )

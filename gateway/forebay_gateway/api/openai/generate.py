@@ -5,7 +5,7 @@ It knows no JSON and no HTTP.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Literal, Self
@@ -16,9 +16,11 @@ from forebay_shared.wire import Delta, Done, Started, TokenLogprobs
 
 from forebay_gateway.api.ports import Dispatch, Running
 from forebay_gateway.dispatch import Event, Job
-from forebay_gateway.output import Output, OutputOptions, Vocabulary
+from forebay_gateway.output import Output
+from forebay_gateway.parts import Part
+from forebay_gateway.speech import Speech
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 _News = tuple[int, list[Event] | Exception]
@@ -26,27 +28,35 @@ _NEWS_LIMIT = 256
 
 
 class Update(msgspec.Struct, gc=False):
-    """What one choice got: text, the tokens behind it, and the reason when it is at its end."""
+    """What one choice got, the tokens behind it, and the reason when it is at its end.
+
+    It got `text`, or `parts` where an answer may hold more than text.
+    """
 
     index: int
     text: str
+    parts: Sequence[Part] = ()
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     reason: FinishReason | None = None
 
 
 class Usage(msgspec.Struct, gc=False):
-    """Tokens of a whole request. A prompt counts once, whatever n is."""
+    """Tokens of a whole request. A prompt counts once, whatever n is.
+
+    `reasoning_tokens` is None where no thinking is told from the answer.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
 
 
 class _Choice:
     __slots__ = ("completion_tokens", "ended", "output")
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output | Speech) -> None:
         self.output = output
         self.ended = False
         self.completion_tokens = 0
@@ -62,14 +72,15 @@ class Transcript:
         self,
         dispatcher: Dispatch,
         jobs: Sequence[Job],
-        vocabulary: Vocabulary,
-        options: OutputOptions,
+        new_output: Callable[[], Output | Speech],
+        *,
+        include_stop: bool = False,
     ) -> None:
         self._jobs = jobs
         self._n = jobs[0].n
-        self._include_stop = options.include_stop
+        self._include_stop = include_stop
         self._generations = [dispatcher.generate(job) for job in jobs]
-        self._choices = [_Choice(Output(vocabulary, options)) for _ in range(self._n * len(jobs))]
+        self._choices = [_Choice(new_output()) for _ in range(self._n * len(jobs))]
         self._cached = [0] * len(jobs)
         self._open = len(self._choices)
         self._news: asyncio.Queue[_News] = asyncio.Queue(_NEWS_LIMIT)
@@ -115,7 +126,17 @@ class Transcript:
             prompt_tokens=sum(len(job.prompt) for job in self._jobs),
             completion_tokens=sum(choice.completion_tokens for choice in self._choices),
             cached_tokens=sum(self._cached),
+            reasoning_tokens=self._reasoning_tokens,
         )
+
+    @property
+    def _reasoning_tokens(self) -> int | None:
+        counts = [
+            output.reasoning_tokens
+            for output in (choice.output for choice in self._choices)
+            if isinstance(output, Speech) and output.reasoning_tokens is not None
+        ]
+        return sum(counts) if counts else None
 
     async def advance(self) -> list[Update]:
         """Waits, then returns all that is ready together; may be empty. Raises ForebayError."""
@@ -167,10 +188,11 @@ class Transcript:
     def _delta(self, index: int, choice: _Choice, event: Delta, generation: Running) -> Update:
         output = choice.output
         before = output.tokens
-        text = output.push(event.token_ids)
+        update = _heard(index, output.push(event.token_ids))
         choice.completion_tokens = output.tokens
         consumed = output.tokens - before
-        update = Update(index, text, event.token_ids[:consumed], (event.logprobs or ())[:consumed])
+        update.token_ids = event.token_ids[:consumed]
+        update.logprobs = (event.logprobs or ())[:consumed]
         if output.stopped:
             generation.stop(event.index)
             self._close(choice, update, "stop")
@@ -181,16 +203,22 @@ class Transcript:
             raise EngineError("The engine aborted the request.")
         output = choice.output
         sampling = self._jobs[index // self._n].sampling
-        text = ""
+        last: list[int] = []
         if self._include_stop and event.stop_token in sampling.stop_token_ids:
-            text = output.push([event.stop_token])
-        text += output.finish()
+            last.append(event.stop_token)
+        update = _heard(index, output.push(last), output.finish())
         choice.completion_tokens = max(event.usage.completion_tokens, output.tokens)
-        update = Update(index, text)
         self._close(choice, update, "stop" if output.stopped else event.finish_reason)
         return update
 
     def _close(self, choice: _Choice, update: Update, reason: FinishReason) -> None:
-        update.reason = reason
+        called = isinstance(choice.output, Speech) and choice.output.calls > 0
+        update.reason = "tool_calls" if called and reason == "stop" else reason
         choice.ended = True
         self._open -= 1
+
+
+def _heard(index: int, *said: str | list[Part]) -> Update:
+    texts = [each for each in said if isinstance(each, str)]
+    parts = [part for each in said if isinstance(each, list) for part in each]
+    return Update(index, "".join(texts), parts)

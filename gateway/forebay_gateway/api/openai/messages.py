@@ -43,8 +43,9 @@ def _message(message: ClientMessage, at: str) -> Message:
             )
         rendered["tool_call_id"] = message.tool_call_id
     if role == "assistant":
-        if message.reasoning_content is not None:
-            rendered["reasoning_content"] = message.reasoning_content
+        thought = message.reasoning_content or message.reasoning
+        if thought is not None:
+            rendered["reasoning_content"] = thought
         if calls:
             rendered["tool_calls"] = list(_tool_calls(message))
     return rendered

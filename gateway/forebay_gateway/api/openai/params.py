@@ -71,14 +71,14 @@ def chat_logprobs(request: ChatRequest, card: ModelCard) -> int | None:
         if request.top_logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs.", param="top_logprobs")
         return None
-    _need(card, CAP_LOGPROBS, "logprobs")
+    need(card, CAP_LOGPROBS, "logprobs")
     return request.top_logprobs or 0
 
 
 def completion_logprobs(request: CompletionRequest, card: ModelCard) -> int | None:
     if request.logprobs is None:
         return None
-    _need(card, CAP_LOGPROBS, "logprobs")
+    need(card, CAP_LOGPROBS, "logprobs")
     if request.echo:
         raise UnsupportedError("logprobs together with echo is not supported.", param="logprobs")
     return request.logprobs
@@ -105,12 +105,12 @@ def sampling_params(
     penalties = (request.presence_penalty, request.frequency_penalty, request.repetition_penalty)
     for name, value in zip(_PENALTIES, penalties, strict=True):
         if value is not None and value != _PENALTIES[name]:
-            _need(card, CAP_PENALTIES, name)
+            need(card, CAP_PENALTIES, name)
     if request.logit_bias:
-        _need(card, CAP_LOGIT_BIAS, "logit_bias")
+        need(card, CAP_LOGIT_BIAS, "logit_bias")
     grammar = grammar_of(request.response_format, request.structured_outputs)
     if grammar is not None:
-        _need(card, CAP_GRAMMAR, grammar.field)
+        need(card, CAP_GRAMMAR, grammar.field)
     if limit is not None and (request.min_tokens or 0) > limit:
         raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
     defaults = card.generation_defaults
@@ -145,7 +145,8 @@ def sampling_params(
 _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
 
-def _need(card: ModelCard, capability: str, field: str) -> None:
+def need(card: ModelCard, capability: str, field: str) -> None:
+    """Raises UnsupportedError when the model's engine cannot do what a field asks for."""
     if capability not in card.capabilities:
         raise UnsupportedError(f"This model's engine does not support {field}.", param=field)
 

@@ -6,7 +6,7 @@ name. It knows no model, no Litestar and no Redis.
 """
 
 import re
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
@@ -14,6 +14,7 @@ from forebay_shared.sampling import MAX_LOGPROBS, MAX_N
 from msgspec import Meta
 
 from forebay_gateway.api.openai.structured import REMOVED, ResponseFormat, StructuredOutputs
+from forebay_gateway.api.openai.tools import NamedToolChoice, ToolDefinition
 
 T = TypeVar("T")
 
@@ -21,6 +22,7 @@ _MAX_INT32 = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
 
 
@@ -105,6 +107,7 @@ class Message(msgspec.Struct, frozen=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -119,8 +122,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    tools: list[object] | None = None
-    tool_choice: object = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     functions: list[object] | None = None
     function_call: object = None
     modalities: list[str] | None = None
@@ -143,12 +148,12 @@ def decode_chat(body: bytes | bytearray) -> ChatRequest:
     """Raises InvalidRequestError that names the first bad field."""
     request = _decode(_chat_decoder, body)
     _refuse_common(request)
-    if request.tools or request.functions:
-        raise _unsupported("tools" if request.tools else "functions")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+    if request.functions:
+        raise UnsupportedError("functions is not supported; use tools.", param="functions")
     if request.function_call not in (None, "none", "auto"):
-        raise InvalidRequestError("function_call needs functions.", param="function_call")
+        raise UnsupportedError(
+            "function_call is not supported; use tool_choice.", param="function_call"
+        )
     if any(modality != "text" for modality in request.modalities or ()):
         raise UnsupportedError("modalities other than text are not supported.", param="modalities")
     for name in ("audio", "web_search_options"):

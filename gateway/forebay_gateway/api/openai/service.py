@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from forebay_shared.errors import InvalidRequestError, ModelNotFoundError
-from forebay_shared.models import ModelCard
+from forebay_shared.models import CAP_GRAMMAR, ModelCard
 from forebay_shared.sampling import SamplingParams
+from forebay_shared.template import Json
 from litestar.types import ASGIApp
+from msgspec.structs import replace
 
 from forebay_gateway.api.openai import params
 from forebay_gateway.api.openai.answers import EARLY_S, StreamedAnswer, WholeAnswer
@@ -33,9 +35,12 @@ from forebay_gateway.api.openai.shapes import (
     Shape,
     UsageFields,
 )
+from forebay_gateway.api.openai.tools import tool_use
 from forebay_gateway.api.ports import Models, Services
 from forebay_gateway.dispatch import Job
+from forebay_gateway.interpret import Interpreter, Reading
 from forebay_gateway.prompt import Renderer, Renderers, TemplateOptions, context_length_error
+from forebay_gateway.tools.base import ToolUse
 
 MAX_PROMPTS = 256
 MAX_CHOICES = 1024
@@ -52,16 +57,24 @@ class _Prompt(NamedTuple):
 class OpenAIService:
     """Chat and text completions."""
 
-    def __init__(self, backend: Services, renderers: Renderers) -> None:
+    def __init__(
+        self, backend: Services, renderers: Renderers, interpreter: Interpreter | None = None
+    ) -> None:
         self._backend = backend
         self._renderers = renderers
+        self._interpreter = interpreter or Interpreter()
 
     async def chat(self, body: bytes | bytearray, team: str) -> ASGIApp:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
         size = len(body)
         request = await self._renderers.run(lambda: decode_chat(body), size)
         card = find_model(self._backend.roster, request.model)
-        options = _template_options(request)
+        use = tool_use(
+            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
+        )
+        if use is not None and use.forced:
+            params.need(card, CAP_GRAMMAR, "tool_choice")
+        options = _template_options(request, use)
         logprobs = params.chat_logprobs(request, card)
         renderer = await self._renderers.get(card)
         prompt = await self._renderers.run(
@@ -71,6 +84,10 @@ class OpenAIService:
         sampling = params.sampling_params(
             request, card, room=room, limit=params.chat_limit(request), logprobs=logprobs
         )
+        thinks = sampling.grammar is None and options.kwargs.get("enable_thinking") is not False
+        reading = self._interpreter.reading(renderer, prompt, use, thinks=thinks)
+        if reading.grammar is not None:
+            sampling = replace(sampling, grammar=reading.grammar)
         job = _job(_new_id("chatcmpl"), request, card, prompt, sampling, team)
         shape = ChatShape(
             _identity(job.request_id, request),
@@ -79,7 +96,7 @@ class OpenAIService:
             if logprobs is None
             else [ChatLogprobs(renderer.vocabulary, logprobs) for _ in range(job.n)],
         )
-        return self._answer(request, [job], renderer, shape)
+        return self._answer(request, [job], reading, shape)
 
     async def complete(self, body: bytes | bytearray, team: str) -> ASGIApp:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
@@ -116,7 +133,7 @@ class OpenAIService:
             else [CompletionLogprobs(renderer.vocabulary, logprobs) for _ in choices],
             echoes=[prompt.text for prompt in choices] if request.echo else (),
         )
-        return self._answer(request, jobs, renderer, shape)
+        return self._answer(request, jobs, Reading(renderer.vocabulary), shape)
 
     async def _prompts(
         self, request: CompletionRequest, card: ModelCard, renderer: Renderer, size: int
@@ -134,10 +151,14 @@ class OpenAIService:
         )
 
     def _answer(
-        self, request: GenerationRequest, jobs: Sequence[Job], renderer: Renderer, shape: Shape
+        self, request: GenerationRequest, jobs: Sequence[Job], reading: Reading, shape: Shape
     ) -> ASGIApp:
+        options = params.output_options(request)
         transcript = Transcript(
-            self._backend.dispatcher, jobs, renderer.vocabulary, params.output_options(request)
+            self._backend.dispatcher,
+            jobs,
+            lambda: reading.output(options),
+            include_stop=options.include_stop,
         )
         if not request.stream:
             return WholeAnswer(transcript, shape)
@@ -157,7 +178,7 @@ def find_model(roster: Models, name: str) -> ModelCard:
         ) from None
 
 
-def _template_options(request: ChatRequest) -> TemplateOptions:
+def _template_options(request: ChatRequest, use: ToolUse | None) -> TemplateOptions:
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise InvalidRequestError(
@@ -172,8 +193,18 @@ def _template_options(request: ChatRequest) -> TemplateOptions:
     return TemplateOptions(
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
-        kwargs={**kwargs},
+        kwargs={**_effort(request), **kwargs},
+        tools=use.described() if use else [],
     )
+
+
+def _effort(request: ChatRequest) -> dict[str, Json]:
+    """How hard to think, under the names by which templates know it."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
 def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

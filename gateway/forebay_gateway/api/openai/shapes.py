@@ -11,7 +11,9 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
+from forebay_gateway.api.openai import chat_parts
 from forebay_gateway.api.openai.generate import FinishReason, Update, Usage
+from forebay_gateway.parts import Collected
 
 _encode = msgspec.json.Encoder().encode
 
@@ -90,15 +92,27 @@ class Shape(ABC):
         """A member of a chunk's choice: no text, for the last one."""
 
     @abstractmethod
-    def _message(self, index: int, text: str) -> bytes:
-        """A member of a whole answer's choice: all of its text."""
+    def _message(self, index: int, answer: Collected) -> bytes:
+        """A member of a whole answer's choice: all of it."""
+
+    def _deltas(self, update: Update) -> list[bytes]:
+        """Members of chunks' choices: what came."""
+        return [self._delta(update.text)] if update.text else []
 
     def events(self, update: Update, usage: Usage | None) -> bytes:
-        """The events of one update: its text, then its end; each with `usage` when it is given."""
+        """The events of one update: what came, then its end; each with `usage` when it is given.
+
+        The first one has the log-probabilities of all of the update's tokens.
+        """
         events = b""
-        if update.text or (self._logprobs and update.token_ids):
-            logprobs = self._logprobs[update.index].chunk(update) if self._logprobs else b"null"
-            events = self._event(update.index, self._delta(update.text), logprobs, b"null", usage)
+        deltas = self._deltas(update)
+        logprobs = b"null"
+        if self._logprobs and update.token_ids:
+            logprobs = self._logprobs[update.index].chunk(update)
+            deltas = deltas or [self._delta("")]
+        for delta in deltas:
+            events += self._event(update.index, delta, logprobs, b"null", usage)
+            logprobs = b"null"
         if update.reason is not None:
             reason = b'"%b"' % update.reason.encode()
             events += self._event(update.index, self._empty(), b"null", reason, usage)
@@ -120,17 +134,19 @@ class Shape(ABC):
     def usage_event(self, usage: Usage) -> bytes:
         return self._head + b'],"usage":' + _usage(usage) + b"}\n\n"
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[FinishReason], usage: Usage) -> bytes:
+    def whole(
+        self, answers: Sequence[Collected], reasons: Sequence[FinishReason], usage: Usage
+    ) -> bytes:
         """The answer of a request that is not streamed."""
         choices = b",".join(
             b'{"index":%d,%b,"logprobs":%b,"finish_reason":"%b"}'
             % (
                 index,
-                self._message(index, text),
+                self._message(index, answer),
                 self._logprobs[index].whole() if self._logprobs else b"null",
                 reason.encode(),
             )
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            for index, (answer, reason) in enumerate(zip(answers, reasons, strict=True))
         )
         return b'%b,"choices":[%b],"usage":%b}' % (
             self._opening(self.whole_object),
@@ -158,8 +174,14 @@ class ChatShape(Shape):
     def _empty(self) -> bytes:
         return b'"delta":{}'
 
-    def _message(self, index: int, text: str) -> bytes:
-        return b'"message":{"role":"assistant","content":%b,"refusal":null}' % _encode(text)
+    def _deltas(self, update: Update) -> list[bytes]:
+        if not update.parts:
+            return super()._deltas(update)
+        deltas = [chat_parts.delta(part) for part in update.parts]
+        return [b'"delta":%b' % delta for delta in deltas if delta]
+
+    def _message(self, index: int, answer: Collected) -> bytes:
+        return b'"message":%b' % chat_parts.message(answer)
 
 
 class CompletionShape(Shape):
@@ -177,18 +199,23 @@ class CompletionShape(Shape):
     def _empty(self) -> bytes:
         return b'"text":""'
 
-    def _message(self, index: int, text: str) -> bytes:
+    def _message(self, index: int, answer: Collected) -> bytes:
+        text = answer.text
         return self._delta(self._echoes[index] + text if self._echoes else text)
 
 
 def _usage(usage: Usage) -> bytes:
+    details = b""
+    if usage.reasoning_tokens is not None:
+        details = b',"completion_tokens_details":{"reasoning_tokens":%d}' % usage.reasoning_tokens
     return (
         b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,'
-        b'"prompt_tokens_details":{"cached_tokens":%d}}'
+        b'"prompt_tokens_details":{"cached_tokens":%d}%b}'
         % (
             usage.prompt_tokens,
             usage.completion_tokens,
             usage.prompt_tokens + usage.completion_tokens,
             usage.cached_tokens,
+            details,
         )
     )

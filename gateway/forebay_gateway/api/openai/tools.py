@@ -1,0 +1,133 @@
+"""A request's tools: what may be called, what must be, and whether more than once.
+
+It checks the fields of the dialect. It knows no model, no markup and no grammar.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+from forebay_shared.errors import InvalidRequestError, UnsupportedError
+from forebay_shared.template import Json
+
+from forebay_gateway.tools.base import Tool, ToolUse
+
+MAX_TOOLS = 128
+MAX_SCHEMA_DEPTH = 100
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct, frozen=True):
+    type: str
+    function: FunctionDefinition | None = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True):
+    type: str
+    function: NamedFunction | None = None
+
+
+def tool_use(
+    definitions: Sequence[ToolDefinition] | None,
+    choice: str | NamedToolChoice | None,
+    *,
+    parallel: bool,
+) -> ToolUse | None:
+    """What the request says; None when no tool is to be called.
+
+    An empty list is none at all, and `none` without tools harms nobody.
+    Raises InvalidRequestError that names the field.
+    """
+    tools = _tools(definitions or ())
+    if choice in ("none", None, "auto"):
+        if not tools or choice == "none":
+            return None
+        return ToolUse(tools, one_call=not parallel)
+    if choice == "required":
+        if not tools:
+            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+        return ToolUse(tools, forced=tools, one_call=not parallel)
+    if isinstance(choice, str):
+        raise InvalidRequestError(
+            "tool_choice must be none, auto, required or a function.", param="tool_choice"
+        )
+    return ToolUse(tools, forced=(_named(choice, tools),), one_call=True)
+
+
+def _named(choice: NamedToolChoice, tools: Sequence[Tool]) -> Tool:
+    if choice.type != "function":
+        raise UnsupportedError("tool_choice.type must be function.", param="tool_choice.type")
+    if not tools:
+        raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+    if choice.function is None:
+        raise InvalidRequestError("tool_choice.function is required.", param="tool_choice.function")
+    for tool in tools:
+        if tool.name == choice.function.name:
+            return tool
+    raise InvalidRequestError(
+        "tool_choice names a function that is not among the tools.",
+        param="tool_choice.function.name",
+    )
+
+
+def _tools(definitions: Sequence[ToolDefinition]) -> tuple[Tool, ...]:
+    if len(definitions) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools may hold at most {MAX_TOOLS} functions.", param="tools")
+    tools = tuple(_tool(each, f"tools[{i}]") for i, each in enumerate(definitions))
+    if len({tool.name for tool in tools}) < len(tools):
+        raise InvalidRequestError("tools must not hold two functions of one name.", param="tools")
+    return tools
+
+
+def _tool(definition: ToolDefinition, at: str) -> Tool:
+    if definition.type != "function":
+        raise UnsupportedError(f"{at}.type must be function.", param=f"{at}.type")
+    function = definition.function
+    if function is None:
+        raise InvalidRequestError(f"{at}.function is required.", param=f"{at}.function")
+    at = f"{at}.function"
+    if not _NAME.fullmatch(function.name):
+        raise InvalidRequestError(
+            f"{at}.name must be 1 to 64 letters, digits, underscores or hyphens.",
+            param=f"{at}.name",
+        )
+    parameters = function.parameters or {}
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequestError(
+            f"{at}.parameters must be the JSON schema of an object.", param=f"{at}.parameters"
+        )
+    if not _is_flat(parameters, MAX_SCHEMA_DEPTH):
+        raise InvalidRequestError(
+            f"{at}.parameters must not be nested deeper than {MAX_SCHEMA_DEPTH}.",
+            param=f"{at}.parameters",
+        )
+    return Tool(
+        function.name,
+        function.description,
+        cast("dict[str, Json]", parameters),
+        bool(function.strict),
+    )
+
+
+def _is_flat(value: object, depth: int) -> bool:
+    """Whether objects and lists are nested at most so deep."""
+    if isinstance(value, dict):
+        inner = list(cast("dict[str, object]", value).values())
+    elif isinstance(value, list):
+        inner = cast("list[object]", value)
+    else:
+        return True
+    return depth > 0 and all(_is_flat(item, depth - 1) for item in inner)

@@ -1,0 +1,88 @@
+"""How one request's answers are read: which parsers, from which state, and held to which grammar.
+
+It joins what a model's template shows, what the prompt's end says, and what the request asks for.
+It knows no dialect and no engine.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from forebay_shared.sampling import Grammar
+
+from forebay_gateway.output import Output, OutputOptions, Vocabulary
+from forebay_gateway.prompt import Renderer
+from forebay_gateway.reasoning.base import Opened, ReasoningParser
+from forebay_gateway.reasoning.registry import (
+    AUTO,
+    check_reasoning_parser,
+    reasoning_parser,
+)
+from forebay_gateway.speech import Speech
+from forebay_gateway.tools.base import ToolParser, ToolUse
+from forebay_gateway.tools.forced import forced_grammar, forced_parser
+from forebay_gateway.tools.registry import check_tool_parser, tool_parser
+
+_TAIL = 16
+"""Tokens at the end of a prompt, enough for a tag and the space behind it."""
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """How the answers of one request are read. `grammar` forces calls, when it is given."""
+
+    vocabulary: Vocabulary
+    reasoning: type[ReasoningParser] | None = None
+    opened: Opened = Opened.UNSAID
+    tools: type[ToolParser] | None = None
+    use: ToolUse | None = None
+    grammar: Grammar | None = None
+
+    def output(self, options: OutputOptions) -> Output | Speech:
+        """The text side of one sequence."""
+        if self.reasoning is None and self.tools is None:
+            return Output(self.vocabulary, options)
+        return Speech(
+            self.vocabulary,
+            options,
+            reasoning=self.reasoning(self.opened) if self.reasoning else None,
+            tools=self.tools(self.use.tools) if self.tools and self.use else None,
+            one_call=self.use is not None and self.use.one_call,
+        )
+
+
+class Interpreter:
+    """The server's choice of parsers. Raises StartError for a name that is none."""
+
+    def __init__(self, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+        check_tool_parser(tool_call_parser)
+        check_reasoning_parser(reasoning_parser)
+        self._tools = tool_call_parser
+        self._reasoning = reasoning_parser
+
+    def reading(
+        self,
+        renderer: Renderer,
+        prompt: Sequence[int],
+        use: ToolUse | None,
+        *,
+        thinks: bool = True,
+    ) -> Reading:
+        """`thinks` is false when the answer cannot hold any thinking.
+
+        Raises InvalidRequestError when the tools are too large to be forced.
+        """
+        reasoning = reasoning_parser(self._reasoning, renderer.template) if thinks else None
+        opened = reasoning.opened(renderer.decode(prompt[-_TAIL:])) if reasoning else Opened.UNSAID
+        reading = Reading(renderer.vocabulary, reasoning, opened)
+        if use is None:
+            return reading
+        family = tool_parser(self._tools, renderer.template)
+        if not use.forced:
+            return msgspec.structs.replace(reading, tools=family, use=use)
+        parser = forced_parser(family, renderer.vocabulary.special_texts)
+        grammar = forced_grammar(
+            parser,
+            use.forced,
+            several=not use.one_call,
+            reasoning=reasoning(opened) if reasoning else None,
+        )
+        return msgspec.structs.replace(reading, tools=parser, use=use, grammar=grammar)

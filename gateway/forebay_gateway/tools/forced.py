@@ -1,0 +1,87 @@
+"""Grammars that force a tool call: the form of a family as Lark, arguments by the tool's schema.
+
+Two forms do for all families: tagged (Hermes) and bare JSON (Llama 3). Markup made of control
+tokens, as Mistral and DeepSeek have it, cannot stand in a grammar over text; their models are held
+to bare JSON, which is read back by the parser of that form. It knows no engine.
+"""
+
+import json
+from collections.abc import Sequence
+
+from forebay_shared.errors import InvalidRequestError
+from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar
+from forebay_shared.template import Json
+
+from forebay_gateway.reasoning.base import ReasoningParser
+from forebay_gateway.tools.base import Tool, ToolParser
+from forebay_gateway.tools.hermes import OPEN, HermesParser
+from forebay_gateway.tools.llama3_json import Llama3JsonParser
+from forebay_gateway.tools.qwen3_coder import Qwen3CoderParser
+
+_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As templates write JSON, and no endless white space."""
+
+
+def forced_parser(family: type[ToolParser], control_tokens: Sequence[str]) -> type[ToolParser]:
+    """The parser of the form that a model of this family is forced to."""
+    tagged = issubclass(family, HermesParser | Qwen3CoderParser) and OPEN not in control_tokens
+    return HermesParser if tagged else Llama3JsonParser
+
+
+def forced_grammar(
+    parser: type[ToolParser],
+    tools: Sequence[Tool],
+    *,
+    several: bool,
+    reasoning: ReasoningParser | None = None,
+) -> Grammar:
+    """A grammar that allows calls of these tools only: one, or also several.
+
+    With `reasoning`, in its first state, the model may think before, or must end its thinking.
+    Raises InvalidRequestError when the tools are too large for a grammar.
+    """
+    tagged = parser is HermesParser
+    separator = "\n" if tagged else "; "
+    repeated = f" ({json.dumps(separator)} call)*" if several else ""
+    names = " | ".join(f"call{i}" for i in range(len(tools)))
+    lines = [f"start: {_thinking(reasoning)}call{repeated}", f"call: {names}"]
+    for i, tool in enumerate(tools):
+        head, tail = _around(tool.name, tagged=tagged)
+        lines.append(f"call{i}: {_literal(head)} arguments{i} {_literal(tail)}")
+        lines.append(f"arguments{i}: %json {json.dumps(_schema(tool))}")
+    if reasoning and reasoning.undecided:
+        lines.append(f"thought[suffix={_literal(reasoning.end)}]: /(.|\\n)*/")
+    source = "\n".join([*lines, ""])
+    if len(source.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(
+            f"tools may have at most {MAX_GRAMMAR_BYTES} bytes when a call is required.",
+            param="tools",
+        )
+    return Grammar("lark", source, field="tools")
+
+
+def _around(name: str, *, tagged: bool) -> tuple[str, str]:
+    if tagged:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>"
+    return f'{{"name": "{name}", "parameters": ', "}"
+
+
+def _thinking(reasoning: ReasoningParser | None) -> str:
+    """What comes before the calls, in Lark."""
+    if reasoning is None or not reasoning.undecided:
+        return ""
+    if reasoning.thinking:
+        return r"thought /\n*/ "
+    return rf"({_literal(reasoning.begin)} thought /\n*/)? "
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def _schema(tool: Tool) -> dict[str, Json]:
+    """The tool's schema; what it does not name is left out, which every schema that allows it
+    allows too."""
+    schema: dict[str, Json] = {"type": "object", "properties": {}, **tool.parameters}
+    schema.setdefault("additionalProperties", False)
+    return {**schema, "x-guidance": dict(_SPELLING)}
