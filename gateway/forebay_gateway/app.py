@@ -16,6 +16,7 @@ from forebay_gateway.api.openai.routes import generation_apps, generation_routes
 from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.ports import Services
 from forebay_gateway.auth import Keyring
+from forebay_gateway.interpret import Interpreter
 from forebay_gateway.prompt import Renderers
 
 
@@ -24,7 +25,8 @@ def create_app(
 ) -> Edge:
     """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
     renderers = Renderers(backend.store.blob)
-    service = OpenAIService(backend, renderers)
+    interpreter = Interpreter(settings.tool_call_parser, settings.reasoning_parser)
+    service = OpenAIService(backend, renderers, interpreter)
 
     async def warm() -> None:
         await renderers.warm(backend.roster.cards())
