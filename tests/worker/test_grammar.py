@@ -13,7 +13,7 @@ import pytest
 from engine_fakes import Recorded, make_submit
 from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from forebay_shared.settings import WorkerSettings
-from forebay_shared.wire import Delta, Done, Failed, Started, Submit
+from forebay_shared.wire import Delta, Done, Failed, Started, Submit, TokenLogprobs
 from forebay_worker.checkpoint import resolve
 from forebay_worker.engine import grammar as grammar_module
 from forebay_worker.engine.core import EngineCore
@@ -88,6 +88,7 @@ class House:
             match message:
                 case Delta():
                     outcome.ids += message.token_ids
+                    outcome.logprobs += message.logprobs or []
                 case Done():
                     outcome.reason, outcome.done = message.finish_reason, message
                 case Failed():
@@ -102,6 +103,7 @@ class House:
 class Outcome:
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.reason: str | None = None
         self.done: Done | None = None
@@ -326,6 +328,13 @@ def test_rows_with_and_without_grammars_do_not_touch_each_other(
     for submit in submits:
         alone = house.run(house.core(enable_prefix_caching=False), submit)
         assert together[submit.request_id].ids == alone[submit.request_id].ids
+
+
+def test_log_probabilities_are_those_before_the_grammar(house: House) -> None:
+    free = house.ask(None, logprobs=3, max_tokens=1).logprobs[0]
+    bound = house.ask(Grammar("choice", '["zebra"]'), logprobs=3, max_tokens=1).logprobs[0]
+    assert [token for token, _ in bound.top] == [token for token, _ in free.top]
+    assert bound.logprob < free.logprob
 
 
 # What goes wrong

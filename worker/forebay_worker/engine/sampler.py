@@ -4,7 +4,7 @@ A row is read and changed through its sequence alone, so that its token is the s
 in any batch. What only needs an argmax is done for the batch at once: 16 greedy rows of 49,152 ids
 take 0.7 ms on one Zen 3 core. It knows no model and no cache.
 
-Order, as in vLLM: log-probabilities of the raw logits; then allowed ids, banned ids, bias,
+Order, as in vLLM: log-probabilities of the raw logits; then grammar, allowed ids, banned ids, bias,
 penalties; greedy stops here; temperature, min_p, top_k, top_p, noise.
 """
 
@@ -31,6 +31,12 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
 
     A row with a NaN, or with no finite largest logit once masked, is corrupt.
     """
+    raw: dict[int, Tensor] = {}
+    for row, sequence in enumerate(sequences):
+        if (mask := sequence.allowed_mask()) is not None:
+            if sequence.sampling.logprobs is not None:
+                raw[row] = logits[row].log_softmax(dim=-1)
+            _allow(logits[row], mask)
     tops, argmaxes = logits.max(dim=-1)
     tokens = cast(list[int], argmaxes.tolist())
     finite = cast(list[bool], tops.isfinite().tolist())
@@ -39,7 +45,7 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
         if not finite[row]
         else Sampled(tokens[row])
         if _is_plain_greedy(sequence)
-        else _sample_row(logits[row], sequence)
+        else _sample_row(logits[row], sequence, raw.get(row))
         for row, sequence in enumerate(sequences)
     ]
 
@@ -57,14 +63,21 @@ def _is_masked(sequence: SequenceState) -> bool:
         or params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1
-        or params.grammar is not None
         or sequence.banned_ids()
     )
 
 
-def _sample_row(logits: Tensor, sequence: SequenceState) -> Sampled:
+def _allow(logits: Tensor, mask: bytes) -> None:
+    """In place: only what a grammar allows. 0.1 ms a row of 49,152 ids on one Zen 3 core."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: len(logits)]
+    logits.masked_fill_(torch.from_numpy(bits) == 0, -math.inf)
+
+
+def _sample_row(logits: Tensor, sequence: SequenceState, logprobs: Tensor | None) -> Sampled:
+    """`logprobs` are those of the raw logits, where a grammar has changed these already."""
     params = sequence.sampling
-    logprobs = None if params.logprobs is None else logits.log_softmax(dim=-1)
+    if logprobs is None and params.logprobs is not None:
+        logprobs = logits.log_softmax(dim=-1)
     if _is_masked(sequence):
         _mask(logits, sequence)
         if not logits.max().isfinite():
@@ -86,9 +99,6 @@ def _token_logprobs(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
 def _mask(logits: Tensor, sequence: SequenceState) -> None:
     """In place: what the client and the engine allow, favour and punish."""
     params = sequence.sampling
-    if (mask := sequence.allowed_mask()) is not None:
-        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: len(logits)]
-        logits[torch.from_numpy(bits) == 0] = -math.inf
     if params.allowed_token_ids:
         allowed = torch.tensor(params.allowed_token_ids)
         kept = logits[allowed]
