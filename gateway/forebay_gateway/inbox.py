@@ -18,7 +18,9 @@ from forebay_shared.wire import Delta, Reply
 
 COMPACT_AT = 64
 MAX_TOKENS = 65_536
-"""Token ids that may wait for a slow client (a quarter of a MiB as uint32)."""
+"""Token ids that may wait for a slow client: 2 MiB as Python has them."""
+LOGPROB_WEIGHT = 4
+"""A log-probability takes the memory of so many token ids."""
 
 
 class Box:
@@ -83,7 +85,7 @@ class Box:
     def _compact(self) -> None:
         self._pending = merge(self._pending)
         self._limit = max(COMPACT_AT, 2 * len(self._pending))
-        if self.tokens > MAX_TOKENS:
+        if sum(_weight(reply) for reply in self._pending if type(reply) is Delta) > MAX_TOKENS:
             self._pending.clear()
             self.fail(OverloadedError("The client reads its answer too slowly."))
 
@@ -142,3 +144,10 @@ class Inbox:
     def fail_all(self, error: ForebayError) -> None:
         for box in self._boxes.values():
             box.fail(error)
+
+
+def _weight(delta: Delta) -> int:
+    """What a Delta takes, in token ids."""
+    if not delta.logprobs:
+        return len(delta.token_ids)
+    return len(delta.token_ids) * (1 + LOGPROB_WEIGHT * (1 + len(delta.logprobs[0].top)))

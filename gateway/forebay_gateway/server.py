@@ -23,6 +23,8 @@ MAX_HEADER_BYTES = 32_768
 MAX_HEADERS = 128
 HEAD_TIMEOUT_S = 15.0
 """A client that has not sent a whole head by then is cut off."""
+STALL_TIMEOUT_S = 60.0
+"""A client that reads so little for so long that 48 KiB do not drain is cut off."""
 LAME_DUCK_S = 1.0
 """After SIGTERM new connections are served for so long, until balancers saw /ready fail."""
 
@@ -38,6 +40,8 @@ class Protocol(HttpToolsProtocol):
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     """Runs from the first byte to the end of a head."""
+    _stall_timer: asyncio.TimerHandle | None = None
+    """Runs while what was written is not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -45,6 +49,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -60,6 +65,14 @@ class Protocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         if self._answering:
@@ -135,6 +148,11 @@ class Protocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
 
 class Server(uvicorn.Server):

@@ -6,7 +6,7 @@ import pytest
 from forebay_gateway.inbox import COMPACT_AT, MAX_TOKENS, Inbox
 from forebay_shared.errors import OverloadedError
 from forebay_shared.telemetry import GatewayMetrics
-from forebay_shared.wire import Delta
+from forebay_shared.wire import Delta, TokenLogprobs
 from prometheus_client import CollectorRegistry
 
 
@@ -68,6 +68,15 @@ async def test_a_slow_client_holds_few_objects_and_is_cut_at_the_bound(
     assert inbox.tokens == MAX_TOKENS - COMPACT_AT
     for place in range(MAX_TOKENS - COMPACT_AT, MAX_TOKENS + 2 * COMPACT_AT):
         inbox.deliver([Delta("r", 1, 0, place, [1])])
+    assert isinstance(box.error, OverloadedError)
+
+
+async def test_log_probabilities_count_towards_the_bound(metrics: GatewayMetrics) -> None:
+    inbox = Inbox(metrics)
+    box = inbox.open("r", 1)
+    logprobs = TokenLogprobs(-1.0, [(token, -1.0) for token in range(20)])
+    for place in range(MAX_TOKENS // 20):
+        inbox.deliver([Delta("r", 1, 0, place, [1], [logprobs])])
     assert isinstance(box.error, OverloadedError)
 
 

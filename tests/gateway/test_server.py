@@ -111,3 +111,14 @@ def test_a_connection_that_asks_nothing_more_is_closed(
         assert connection.recv(65536).startswith(b"HTTP/1.1")
         connection.sendall(then)
         assert connection.recv(65536) == b""
+
+
+def test_a_client_that_stops_reading_is_cut_off(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay_gateway.server.STALL_TIMEOUT_S", 0.3)
+    api.backend.script = lambda job, index: Play(api.backend.answer * 500)
+    host, port = api.url.removeprefix("http://").split(":")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(chat_bytes(stream=True, n=128, max_tokens=500))  # 13 MB of events
+        wait_until(lambda: len(api.backend.cancelled) == 1, "its work is cancelled")

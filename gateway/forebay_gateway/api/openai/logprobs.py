@@ -52,14 +52,18 @@ class ChatLogprobs:
         self._all: list[_Token] = []
 
     def chunk(self, update: Update) -> bytes:
-        tokens = [
-            self._token(token_id, entry) for token_id, entry in _visible(self._vocabulary, update)
-        ]
-        self._all += tokens
-        return _encode(_Content(tokens))
+        return _encode(_Content(self._tokens(update)))
+
+    def collect(self, update: Update) -> None:
+        self._all += self._tokens(update)
 
     def whole(self) -> bytes:
         return _encode(_Content(self._all))
+
+    def _tokens(self, update: Update) -> list[_Token]:
+        return [
+            self._token(token_id, entry) for token_id, entry in _visible(self._vocabulary, update)
+        ]
 
     def _token(self, token_id: int, entry: TokenLogprobs) -> _Token:
         spelling = self._vocabulary.spelling(token_id)
@@ -86,6 +90,17 @@ class CompletionLogprobs:
         self._all = _Arrays([], [], [], [])
 
     def chunk(self, update: Update) -> bytes:
+        return _encode(self._arrays(update))
+
+    def collect(self, update: Update) -> None:
+        arrays = self._arrays(update)
+        for name in _Arrays.__struct_fields__:
+            getattr(self._all, name).extend(getattr(arrays, name))
+
+    def whole(self) -> bytes:
+        return _encode(self._all)
+
+    def _arrays(self, update: Update) -> _Arrays:
         arrays = _Arrays([], [], [], [])
         for token_id, entry in _visible(self._vocabulary, update):
             text = self._decoder.decode(self._vocabulary.spelling(token_id))
@@ -94,12 +109,7 @@ class CompletionLogprobs:
             arrays.tokens.append(text)
             arrays.top_logprobs.append(self._alternatives(entry))
             self._offset += len(text)
-        for name in _Arrays.__struct_fields__:
-            getattr(self._all, name).extend(getattr(arrays, name))
-        return _encode(arrays)
-
-    def whole(self) -> bytes:
-        return _encode(self._all)
+        return arrays
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
         """Best first; of two tokens with one text the better counts."""

@@ -41,8 +41,12 @@ class LogprobsWriter(Protocol):
         """JSON for the tokens of this update."""
         ...
 
+    def collect(self, update: Update) -> None:
+        """Keeps the tokens of this update for `whole`; a stream has no use for that."""
+        ...
+
     def whole(self) -> bytes:
-        """JSON for all tokens so far."""
+        """JSON for all tokens that were collected."""
         ...
 
 
@@ -157,7 +161,7 @@ class Shape(ABC):
     def collect(self, update: Update) -> None:
         """Keeps an update's log-probabilities for `whole`."""
         if self._logprobs and update.token_ids:
-            self._logprobs[update.index].chunk(update)
+            self._logprobs[update.index].collect(update)
 
 
 class ChatShape(Shape):
