@@ -1,4 +1,4 @@
-"""Runner: owns the weights and the KV cache on one device and computes a step's rows.
+"""Runner: owns the weights and the KV cache in a CPU's memory and computes a step's rows.
 
 It knows no request, no Redis and no time: rows in, sampled tokens out. Nothing of a sequence is
 kept between steps but its KV, at the blocks that the caller names.
@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from forebay_shared.settings import WorkerSettings
 
-from forebay_worker.engine import weights
+from forebay_worker.engine import loading, weights
 from forebay_worker.engine.batch import Sampled, ScheduledRow, StepInput, flatten
+from forebay_worker.engine.loading import GIB, dtype_of
 from forebay_worker.engine.sampler import sample
 from forebay_worker.engine.threads import physical_cores
 from forebay_worker.kernels import reference
 from forebay_worker.kernels.reference import KvCache, Step
-from forebay_worker.models.config import ModelConfig, ModelError
+from forebay_worker.models.config import ModelConfig
 from forebay_worker.models.decoder import Decoder
 from forebay_worker.models.registry import read_config
 
@@ -31,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 Forward = Callable[[Step, KvCache], torch.Tensor]
 
-GIB = 2**30
 CPU_KV_BYTES = 2 * GIB
 CPU_KV_SHARE = 0.15
 CPU_KV_MOST = 0.5
@@ -42,15 +42,13 @@ class Runner:
 
     def __init__(self, checkpoint: Path, settings: WorkerSettings) -> None:
         """Loads the model. Raises ModelError when it, or its cache, does not fit the settings."""
-        if settings.device == "cuda":
-            raise ModelError("--device cuda: this engine runs on the CPU only.")
         torch.set_num_threads(physical_cores())
         self._device = torch.device("cpu")
-        self._dtype = torch.float32 if settings.dtype == "auto" else _dtype(settings.dtype)
+        self._dtype = torch.float32 if settings.dtype == "auto" else dtype_of(settings.dtype)
         self.config: ModelConfig = read_config(checkpoint)
         self.block_size = settings.block_size
         self.vocab_size = self.config.vocab_size
-        self.max_model_len = _max_model_len(self.config, settings)
+        self.max_model_len = loading.max_model_len(self.config, settings)
         self.num_blocks = self._count_blocks(settings)
         self._decode = self._new_decoder(checkpoint, settings)
         self._cache = self._new_cache()
@@ -95,7 +93,7 @@ class Runner:
         dtype = self._dtype
         if fused is not None:
             dtype = self._stored_dtype(checkpoint, settings)
-        loaded = self._load(checkpoint, settings, dtype)
+        loaded = loading.load(checkpoint, self.config, settings, dtype, self._device)
         if fused is None:
             return Decoder(self.config, loaded, reference, self.max_model_len)
         return fused(self.config, loaded, self.max_model_len, torch.get_num_threads())
@@ -103,15 +101,8 @@ class Runner:
     def _stored_dtype(self, checkpoint: Path, settings: WorkerSettings) -> torch.dtype:
         """What the compiled decoder keeps its matrices in: as the checkpoint does."""
         if settings.load_format == "dummy":
-            return _dtype(self.config.dtype)
+            return dtype_of(self.config.dtype)
         return weights.stored_dtype(checkpoint)
-
-    def _load(
-        self, checkpoint: Path, settings: WorkerSettings, dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        if settings.load_format == "dummy":
-            return weights.dummy(self.config, dtype, self._device, settings.seed)
-        return weights.load(checkpoint, self.config, dtype, self._device, progress=True)
 
     def _count_blocks(self, settings: WorkerSettings) -> int:
         """Blocks of the KV pool; at least those of one sequence of max_model_len."""
@@ -122,11 +113,7 @@ class Runner:
             blocks, limit = settings.kv_cache_memory_bytes // block_bytes, "--kv-cache-memory-bytes"
         else:
             blocks, limit = int(ram * CPU_KV_MOST) // block_bytes, "half of this machine's memory"
-        if blocks < least:
-            raise ModelError(
-                f"One sequence of {self.max_model_len} tokens needs {least * block_bytes / GIB:.2f}"
-                f" GiB of KV cache, more than {limit}: lower --max-model-len."
-            )
+        loading.check_pool(blocks, least, block_bytes, self.max_model_len, limit)
         if settings.kv_cache_memory_bytes:
             return blocks
         return max(least, int(min(CPU_KV_BYTES, ram * CPU_KV_SHARE)) // block_bytes)
@@ -155,19 +142,6 @@ def _fused() -> "type[FusedDecoder] | None":
         _log.warning("the CPU path is not compiled and 2 to 3 times slower: %s", error)
         return None
     return FusedDecoder
-
-
-def _dtype(name: str) -> torch.dtype:
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
-
-
-def _max_model_len(config: ModelConfig, settings: WorkerSettings) -> int:
-    if settings.max_model_len > config.max_position:
-        raise ModelError(
-            f"--max-model-len {settings.max_model_len} is more than the model's "
-            f"{config.max_position} positions."
-        )
-    return settings.max_model_len or config.max_position
 
 
 def _to_device(step: StepInput, device: torch.device) -> Step:
