@@ -1,0 +1,117 @@
+"""Forced calls: what the grammar allows is exactly what its parser reads as calls of the tools."""
+
+import json
+
+import pytest
+from forebay_gateway.parts import Collected
+from forebay_gateway.reasoning.base import Opened
+from forebay_gateway.reasoning.registry import BUILT_IN as REASONING
+from forebay_gateway.tools.base import Tool, ToolParser
+from forebay_gateway.tools.forced import forced_grammar, forced_parser
+from forebay_gateway.tools.hermes import HermesParser
+from forebay_gateway.tools.llama3_json import Llama3JsonParser
+from forebay_gateway.tools.registry import BUILT_IN
+from forebay_shared.errors import InvalidRequestError
+from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar
+from forebay_worker.engine.grammar_check import _Bytes, translate
+from llguidance import LLMatcher, LLTokenizer
+
+TOOLS = (
+    Tool(
+        "find",
+        parameters={
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "n": {"$ref": "#/$defs/n"}},
+            "required": ["n"],
+            "$defs": {"n": {"type": "integer"}},
+        },
+    ),
+    Tool("other"),
+)
+TOKENIZER = LLTokenizer(_Bytes())
+FORMS = [HermesParser, Llama3JsonParser]
+
+
+def written(parser: type[ToolParser], *calls: tuple[str, object]) -> str:
+    """Calls as the grammar wants them."""
+    if parser is HermesParser:
+        return "\n".join(
+            f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+            for name, arguments in calls
+        )
+    return "; ".join(
+        f'{{"name": "{name}", "parameters": {json.dumps(arguments)}}}' for name, arguments in calls
+    )
+
+
+def allows(grammar: Grammar, text: str) -> bool:
+    """Whether the engine may write this text as its whole answer."""
+    matcher = LLMatcher(TOKENIZER, translate(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    data = text.encode()
+    return matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("parser", FORMS)
+def test_only_calls_of_the_tools_by_their_schemas_are_allowed(parser: type[ToolParser]) -> None:
+    one = forced_grammar(parser, TOOLS, several=False)
+    good = ("find", {"text": 'a"}</tool_call>', "n": 3})
+    assert allows(one, written(parser, good))
+    assert allows(one, written(parser, ("other", {})))
+    for bad in (
+        ("find", {"text": "a"}),
+        ("find", {"n": "3"}),
+        ("find", {"n": 3, "more": 1}),
+        ("other", {"n": 3}),
+        ("nobody", {}),
+    ):
+        assert not allows(one, written(parser, bad)), bad
+    assert not allows(one, "")
+    assert not allows(one, "Sure! " + written(parser, good))
+    two = written(parser, good, ("other", {}))
+    assert not allows(one, two)
+    assert allows(forced_grammar(parser, TOOLS, several=True), two)
+    answer = Collected()
+    reader = parser(TOOLS)
+    answer.add(reader.push(two) + reader.finish())
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [
+        good,
+        ("other", {}),
+    ]
+    assert answer.text == ""
+
+
+def test_a_thinking_model_may_or_must_end_its_thinking_first() -> None:
+    call = written(HermesParser, ("other", {}))
+    for name, opened, good, bad in (
+        ("qwen3", Opened.UNSAID, ["", "<think>hm\n</think>\n\n"], ["hm</think>"]),
+        ("qwen3", Opened.YES, ["hm < </think>\n"], [""]),
+        ("qwen3", Opened.CLOSED, [""], ["<think>hm</think>", "hm</think>"]),
+        ("deepseek_r1", Opened.UNSAID, ["hm</think>", "<think>hm</think>\n"], [""]),
+    ):
+        reasoning = REASONING[name](opened)
+        grammar = forced_grammar(HermesParser, TOOLS, several=False, reasoning=reasoning)
+        for before in good:
+            assert allows(grammar, before + call), (name, opened, before)
+        for before in bad:
+            assert not allows(grammar, before + call), (name, opened, before)
+
+
+def test_families_whose_markup_is_control_tokens_are_forced_to_bare_json() -> None:
+    forms = {name: forced_parser(cls, ()) for name, cls in BUILT_IN.items()}
+    assert forms == {
+        "hermes": HermesParser,
+        "qwen3_coder": HermesParser,
+        "mistral": Llama3JsonParser,
+        "deepseek_v3": Llama3JsonParser,
+        "pythonic": Llama3JsonParser,
+        "llama3_json": Llama3JsonParser,
+    }
+    assert forced_parser(HermesParser, ("<tool_call>",)) is Llama3JsonParser
+
+
+def test_tools_too_large_for_a_grammar_are_refused_by_name() -> None:
+    large = Tool("f", parameters={"description": "x" * MAX_GRAMMAR_BYTES})
+    with pytest.raises(InvalidRequestError) as refused:
+        forced_grammar(HermesParser, [large], several=False)
+    assert refused.value.param == "tools"
