@@ -1,6 +1,7 @@
-"""A real `forebay serve`: its processes, its address, its clients."""
+"""A real `forebay serve`: its processes, its address, its clients, which check every stream."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -10,12 +11,14 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
 import openai
 import psutil
+from transcripts import check_stream
 
 READY = re.compile(r"forebay ready on (http://\S+)  model (\S+)  key (\S+)\n")
 STOP_S = 5.0
@@ -69,8 +72,19 @@ class Serve:
         return [child for child in found if name in " ".join(_command(child))]
 
     def client(self, **options) -> openai.OpenAI:
+        """A client under which every stream that comes to its end is checked."""
         options = {"max_retries": 0, "timeout": 30.0} | options
-        return openai.OpenAI(base_url=self.url, api_key=self.key, **options)
+        http = openai.DefaultHttpxClient(transport=CheckedTransport())
+        return openai.OpenAI(base_url=self.url, api_key=self.key, http_client=http, **options)
+
+    def metric(self, name: str) -> float:
+        """The sum over a metric's series, from the one scrape of the base URL; -1 without any."""
+        with urllib.request.urlopen(
+            self.url.removesuffix("/v1") + "/metrics", timeout=10
+        ) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)]
+        return sum(float(line.rpartition(" ")[2]) for line in found) if found else -1.0
 
     def interrupt(self) -> list[psutil.Process]:
         """As Ctrl-C does. Returns the processes that were there, itself included."""
@@ -82,6 +96,44 @@ class Serve:
         if self.process.poll() is None:
             self.process.kill()  # what is below dies with it
             self.wait_end()
+
+
+class CheckedTransport(httpx2.HTTPTransport):
+    """Passes answers on; holds each event stream against the contract when it is over."""
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = super().handle_request(request)
+        if response.headers.get("content-type", "").startswith("text/event-stream"):
+            chat = request.url.path.endswith("/chat/completions")
+            response.stream = _CheckedStream(response.stream, json.loads(request.content), chat)
+        return response
+
+
+class _CheckedStream(httpx2.SyncByteStream):
+    """One event stream. What was cut off, by client or server, promises nothing."""
+
+    def __init__(self, stream: httpx2.SyncByteStream, asked: dict, chat: bool) -> None:
+        self._stream = stream
+        self._asked = asked
+        self._chat = chat
+        self._raw = b""
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._stream:
+            self._raw += part
+            yield part
+
+    def close(self) -> None:
+        self._stream.close()
+        last = self._raw.rpartition(b"data: ")[2]
+        if last == b"[DONE]\n\n" or last.startswith(b'{"error"'):
+            check_stream(
+                self._raw,
+                model=self._asked["model"],
+                n=self._asked.get("n", 1),
+                include_usage=self._asked.get("stream_options", {}).get("include_usage", False),
+                chat=self._chat,
+            )
 
 
 def _command(process: psutil.Process) -> list[str]:

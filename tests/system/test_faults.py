@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import openai
 import pytest
@@ -18,10 +19,11 @@ HANG_S = 10.0
 def test_a_part_that_is_killed_heals_and_no_client_hangs(echo: Serve, name: str) -> None:
     victim = echo.children(name)[0]
     killed_at: list[float] = []
+    under_way: list[str] = []
+    long = partial(_long, under_way)
     with ThreadPoolExecutor(6) as pool:
-        waits = [pool.submit(_last_sign, echo, killed_at, _long) for _ in range(3)]
-        waits += [pool.submit(_last_sign, echo, killed_at, _plain) for _ in range(3)]
-        time.sleep(0.5)  # the streams are under way; where exactly does not matter
+        waits = [pool.submit(_last_sign, echo, killed_at, ask) for ask in (long, _plain) * 3]
+        until(lambda: len(under_way) == 3)
         victim.kill()
         killed_at.append(time.monotonic())
         for wait in waits:
@@ -40,13 +42,15 @@ def _last_sign(
     return time.monotonic() - killed_at[0]
 
 
-def _long(client: openai.OpenAI, model: str) -> None:
-    for _ in client.completions.create(model=model, prompt="abc", max_tokens=300, stream=True):
+def _long(under_way: list[str], client: openai.OpenAI, model: str) -> None:
+    stream = client.completions.create(model=model, prompt="abc", max_tokens=500, stream=True)
+    under_way.append(next(stream).id)
+    for _ in stream:
         pass
 
 
 def _plain(client: openai.OpenAI, model: str) -> None:
-    client.completions.create(model=model, prompt="abc", max_tokens=200)
+    client.completions.create(model=model, prompt="abc", max_tokens=500)
 
 
 def _answers(server: Serve) -> bool:

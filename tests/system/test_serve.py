@@ -5,7 +5,6 @@ import re
 import socket
 import stat
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,9 +67,15 @@ def test_a_storm_of_cancelled_streams_leaves_the_books_balanced(echo: Serve) -> 
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(cancelled, range(48)))
-    until(lambda: _sum(echo, "vllm:num_requests_running") == 0)
-    until(lambda: _sum(echo, "vllm:num_requests_waiting") == 0)
-    until(lambda: _sum(echo, "forebay_inbox_tokens") == 0)
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "forebay_open_generations",
+        "forebay_open_streams",
+        "forebay_inbox_tokens",
+    ):
+        until(lambda name=name: echo.metric(name) == 0)
     with echo.client() as client:
         assert client.completions.create(model=echo.model, prompt="ab", max_tokens=2)
 
@@ -79,7 +84,7 @@ def test_ctrl_c_ends_every_process_within_5_s_although_streams_are_open(start: S
     server = start("--engine", "echo", "--echo-delay-ms", "20", "--gateways", "2").wait_ready()
     with ThreadPoolExecutor(4) as pool:
         ends = [pool.submit(_stream_to_its_end, server) for _ in range(4)]
-        until(lambda: _sum(server, "vllm:num_requests_running") == 4)
+        until(lambda: server.metric("vllm:num_requests_running") == 4)
         house = server.interrupt()
         assert len(house) == 5  # itself, redis, two gateways, the worker
         gone(house, STOP_S)
@@ -166,13 +171,3 @@ def _stream_to_its_end(server: Serve) -> None:
             model=server.model, prompt="abc", max_tokens=20_000, stream=True
         )
         assert sum(1 for _ in stream) < 20_000
-
-
-def _sum(server: Serve, name: str) -> float:
-    """The sum over a metric's series, from the one scrape of the base URL."""
-    url = server.url.removesuffix("/v1") + "/metrics"
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {server.key}"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)]
-    return sum(float(line.rpartition(" ")[2]) for line in found) if found else -1.0
