@@ -59,6 +59,9 @@ class Speech:
 
     def push(self, token_ids: Sequence[int]) -> list[Part]:
         """What may go out now. Sets `stopped` when nothing may follow."""
+        if self._is_plain:
+            self.tokens += len(token_ids)
+            return _text(self._detokeniser.push(token_ids))
         parts: list[Part] = []
         for token_id in token_ids:
             self.tokens += 1
@@ -79,6 +82,13 @@ class Speech:
         if self._tools and not self.stopped:
             parts += self._visible(self._tools.finish())
         return parts if self.stopped else parts + self._let_go()
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing but text can follow: then tokens need not be looked at one by one."""
+        if self._tools or self._matcher:
+            return False
+        return self._reasoning is None or self._reasoning.answering
 
     @property
     def _thinking(self) -> bool:

@@ -50,6 +50,11 @@ class ReasoningParser:
         """Whether thinking is going on or may still begin; before the first text, by the prompt."""
         return self.thinking or self._state == self._undecided
 
+    @property
+    def answering(self) -> bool:
+        """Whether all text from here on is the answer, and none is held."""
+        return self._state == self._answering and self._at == len(self._text)
+
     @classmethod
     def opened(cls, tail: str) -> Opened:
         """What a prompt with this end says."""
@@ -60,7 +65,7 @@ class ReasoningParser:
 
     def push(self, text: str) -> list[Part]:
         """Reasoning and Text that is certain after this piece."""
-        if self._state == self._answering:
+        if self.answering:
             return [Text(text)] if text else []
         self._text = self._text[self._at :] + text
         self._at = 0
