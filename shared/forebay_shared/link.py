@@ -8,9 +8,10 @@ cancel, error) closes the connection. It knows nothing of streams or packets.
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import hiredis
 from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
@@ -29,6 +30,11 @@ ROUND_TRIP_S = 3.0
 PACKET_FIELD = b"p"
 """The field of a stream's entry that holds the packet."""
 _CONNECT_TIMEOUT_S = 2.0
+
+_pack = cast(
+    "Callable[[Command], bytes]",
+    hiredis.pack_command,  # pyright: ignore[reportUnknownMemberType]
+)
 
 
 class Link:
@@ -61,7 +67,8 @@ class Link:
             async with asyncio.timeout(timeout_s):
                 if not connection.is_connected:
                     await connection.connect()
-                packed = connection.pack_commands(commands)
+                # In C: 1 us a command, where the connection's own packing in Python takes 15.
+                packed = [_pack(command) for command in commands]
                 await connection.send_packed_command(packed, check_health=False)
                 return [await self._answer() for _ in commands]
         except BaseException:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import signal
 
+import uvloop
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.logs import configure_logging
@@ -33,7 +34,8 @@ def run(settings: WorkerSettings) -> int:
     configure_logging(settings.log_level, "worker")
     engine = build(settings)
     try:
-        asyncio.run(serve(settings, engine))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings, engine))
     except Exception:
         log.exception("the worker failed")
         return 1
