@@ -5,8 +5,8 @@ are inside their ranges already; here they meet the model: its vocabulary, its r
 It knows no Litestar and no Redis.
 """
 
+import random
 import re
-import secrets
 
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from forebay_shared.models import (
@@ -161,7 +161,7 @@ def _pick(asked: float | None, defaults: dict[str, object], name: str, otherwise
 def _seed(seed: int | None) -> int:
     """Any 64-bit integer, signed or not. None is drawn here: a moved request keeps its noise."""
     if seed is None:
-        return secrets.randbits(63)
+        return random.getrandbits(63)
     if not -(2**63) <= seed < 2**64:
         raise InvalidRequestError("seed must fit into 64 bits.", param="seed")
     return seed % 2**64
