@@ -1,4 +1,4 @@
-"""Logging of a process: one line per event on standard error, plain or JSON.
+"""Logging of a process: one line per event on standard error.
 
 Events carry ids, counts and reasons; never a prompt, an answer, a key or a URL.
 """
@@ -7,26 +7,8 @@ import logging
 import sys
 import time
 
-import msgspec
 
-_encode = msgspec.json.Encoder().encode
-
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        event: dict[str, str | float] = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "process": record.processName or "",
-            "logger": record.name,
-            "event": record.getMessage(),
-        }
-        if record.exc_info:
-            event["traceback"] = self.formatException(record.exc_info)
-        return _encode(event).decode()
-
-
-class _PlainFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
     converter = time.gmtime
 
     def __init__(self, process: str) -> None:
@@ -35,10 +17,10 @@ class _PlainFormatter(logging.Formatter):
         )
 
 
-def configure_logging(level: str, process: str, *, json_lines: bool = False) -> None:
+def configure_logging(level: str, process: str) -> None:
     """Sends this process's events of `level` and above to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if json_lines else _PlainFormatter(process))
+    handler.setFormatter(_Formatter(process))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)

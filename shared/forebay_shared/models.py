@@ -47,8 +47,6 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     chat_template: str | None = None
     template_tokens: dict[str, str] = {}
     generation_defaults: dict[str, Any] = {}
-    max_num_seqs: int = 256
-    max_queued: int = 1024
     capabilities: frozenset[str] = frozenset({CAP_GENERATE})
 
     @property

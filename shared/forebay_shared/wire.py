@@ -72,7 +72,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_o
     """Lower runs earlier."""
     queue_timeout_ms: int = 0
     """Longest wait for a first step, from intake on; 0: no limit. Relative: clocks may differ."""
-    traceparent: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True, kw_only=True):

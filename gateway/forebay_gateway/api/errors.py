@@ -26,7 +26,7 @@ Headers = list[tuple[bytes, bytes]]
 MAX_MESSAGE = 1024
 MAX_PARAM = 256
 
-_log = logging.getLogger("forebay.gateway")
+_log = logging.getLogger(__name__)
 
 
 class ClientGoneError(Exception):

@@ -154,8 +154,6 @@ class ModelFiles:
             chat_template=None if template is None else content_hash(template.encode()),
             template_tokens=self.template_tokens,
             generation_defaults=dict(self.generation_defaults),
-            max_num_seqs=self._settings.max_num_seqs,
-            max_queued=self._settings.max_num_queued_reqs,
             capabilities=CAPABILITIES,
         )
         return card, blobs

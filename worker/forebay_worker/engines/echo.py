@@ -132,8 +132,6 @@ class EchoEngine:
             eos_token_ids=(END,),
             chat_template=content_hash(template),
             template_tokens={"eos_token": SPECIALS[0]},
-            max_num_seqs=self._settings.max_num_seqs,
-            max_queued=self._settings.max_num_queued_reqs,
             capabilities=frozenset({CAP_GENERATE, CAP_LOGPROBS}),
         )
 
