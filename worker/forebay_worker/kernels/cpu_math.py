@@ -1,7 +1,7 @@
-"""What the CPU kernels are made of: widened halves, a vectorised exp, small products, barriers.
+"""What the CPU kernels are made of: a vectorised exp, dot products, norms, and barriers.
 
 Compiled by numba on first use and kept on disk. Loops are written so that LLVM turns them into
-AVX2; the shapes of the tiles below fill its 16 registers. It knows no model.
+AVX2. It knows no model.
 """
 
 # pyright: basic
@@ -19,22 +19,10 @@ kernel = njit(
     error_model="numpy",
 )
 _yield = types.ExternalFunction("sched_yield", types.int32())
+_sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 _SPINS = 2000  # about 20 us: a barrier of two running threads takes under 1 us
-
-
-@intrinsic
-def widen(typing, value):
-    """The float32 of a weight: float32 itself, bfloat16 held as uint16 or float16 held as int16."""
-
-    def generate(context, builder, signature, args):
-        if value == types.float32:
-            return args[0]
-        if value == types.int16:
-            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-        word = builder.zext(args[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(word, ir.IntType(32)(16)), ir.FloatType())
-
-    return types.float32(value), generate
+_YIELDS = 2200  # with 200 yields after the spins; then it sleeps
+_NAP = np.uint32(50)  # microseconds
 
 
 @intrinsic
@@ -88,13 +76,16 @@ def take(units, phase):
 
 @kernel
 def meet(arrivals, phase, threads):
-    """Waits until all threads have met at this phase; one that waits long gives its core away."""
+    """Waits until all threads have met at this phase: spins, then yields, then naps, so that a
+    thread whose partner has lost its core does not burn its own."""
     address = _element(arrivals, phase)
     _fetch_add(address)
     spins = 0
     while _load(address) < threads:
         spins += 1
-        if spins > _SPINS:
+        if spins > _YIELDS:
+            _sleep(_NAP)
+        elif spins > _SPINS:
             _yield()
 
 
@@ -119,77 +110,16 @@ def exp(x):
 
 
 @kernel
-def product(x, w, low, high, out, at, add):
-    """x @ w[n] for rows n of w from low to high, to (or, if `add`, added to) out[:, at:].
-
-    x [M, K] float32, w [N, K] as `widen` takes it, out [M, N] float32. Tiles of 4 rows of x by 2 of
-    w: 8 sums, each in a vector register; the rest of M goes by tiles of 1 by 4.
-    """
-    tall = x.shape[0] // 4 * 4
-    for m in range(0, tall, 4):
-        _tiles_4_by_2(x, m, w, low, high, out, at, add)
-    for m in range(tall, x.shape[0]):
-        _tiles_1_by_4(x, m, w, low, high, out, at, add)
-
-
-@kernel
-def _tiles_4_by_2(x, m, w, low, high, out, at, add):
-    zero = np.float32(0)
-    at -= low
-    x0, x1, x2, x3 = x[m], x[m + 1], x[m + 2], x[m + 3]
-    even = low + (high - low) // 2 * 2
-    for n in range(low, even, 2):
-        w0, w1 = w[n], w[n + 1]
-        a0, a1, a2, a3, b0, b1, b2, b3 = zero, zero, zero, zero, zero, zero, zero, zero
-        for k in range(x.shape[1]):
-            a, b = widen(w0[k]), widen(w1[k])
-            a0 += a * x0[k]
-            a1 += a * x1[k]
-            a2 += a * x2[k]
-            a3 += a * x3[k]
-            b0 += b * x0[k]
-            b1 += b * x1[k]
-            b2 += b * x2[k]
-            b3 += b * x3[k]
-        _put(out, m, at + n, a0, add)
-        _put(out, m + 1, at + n, a1, add)
-        _put(out, m + 2, at + n, a2, add)
-        _put(out, m + 3, at + n, a3, add)
-        _put(out, m, at + n + 1, b0, add)
-        _put(out, m + 1, at + n + 1, b1, add)
-        _put(out, m + 2, at + n + 1, b2, add)
-        _put(out, m + 3, at + n + 1, b3, add)
-    if even < high:
-        for row in range(m, m + 4):
-            _put(out, row, at + even, dot(x[row], w[even]), add)
-
-
-@kernel
-def _tiles_1_by_4(x, m, w, low, high, out, at, add):
-    x0 = x[m]
-    at -= low
-    fours = low + (high - low) // 4 * 4
-    for n in range(low, fours, 4):
-        a, b, c, d = four_dots(x0, w[n], w[n + 1], w[n + 2], w[n + 3])
-        _put(out, m, at + n, a, add)
-        _put(out, m, at + n + 1, b, add)
-        _put(out, m, at + n + 2, c, add)
-        _put(out, m, at + n + 3, d, add)
-    for n in range(fours, high):
-        _put(out, m, at + n, dot(x0, w[n]), add)
-
-
-@kernel
 def four_dots(x, w0, w1, w2, w3):
     """x's products with four rows: each value of x is loaded once, four sums run abreast."""
     zero = np.float32(0)
     a, b, c, d = zero, zero, zero, zero
     for k in range(x.shape[0]):
         value = x[k]
-        a += value * widen(w0[k])
-        b += value * widen(w1[k])
-        c += value * widen(w2[k])
-        d += value * widen(w3[k])
+        a += value * w0[k]
+        b += value * w1[k]
+        c += value * w2[k]
+        d += value * w3[k]
     return a, b, c, d
 
 
@@ -197,27 +127,16 @@ def four_dots(x, w0, w1, w2, w3):
 def dot(x, w):
     total = np.float32(0)
     for k in range(x.shape[0]):
-        total += x[k] * widen(w[k])
+        total += x[k] * w[k]
     return total
 
 
 @kernel
-def widen_row(row, out):
-    for k in range(row.shape[0]):
-        out[k] = widen(row[k])
-
-
-@kernel
-def _put(out, m, n, value, add):
-    out[m, n] = out[m, n] + value if add else value
-
-
-@kernel
 def rms_norm(x, weight, eps, out):
-    """out = x / sqrt(mean(x^2) + eps) * weight, one row."""
+    """out = x / sqrt(mean(x^2) + eps) * weight, one row of weight's length; more is padding."""
     total = np.float32(0)
-    for k in range(x.shape[0]):
+    for k in range(weight.shape[0]):
         total += x[k] * x[k]
-    scale = np.float32(1) / np.sqrt(total / np.float32(x.shape[0]) + eps)
-    for k in range(x.shape[0]):
+    scale = np.float32(1) / np.sqrt(total / np.float32(weight.shape[0]) + eps)
+    for k in range(weight.shape[0]):
         out[k] = x[k] * scale * weight[k]

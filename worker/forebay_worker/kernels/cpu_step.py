@@ -20,44 +20,47 @@ from forebay_worker.kernels.cpu_math import (
     four_dots,
     kernel,
     meet,
-    product,
     rms_norm,
     take,
-    widen_row,
 )
+from forebay_worker.kernels.cpu_tile import PANEL, tiles, widen
 
-PANEL = 32  # rows of a weight matrix per unit: 36 KB of 16 bits at 576 columns, half of an L2
-MANY_TOKENS = 8
+TILE_TOKENS = 32  # of a prompt that share one reading of the keys and values
 PHASES_PER_LAYER = 6
 PHASES_AROUND = 2
 
 
 class Weights(NamedTuple):
-    """Arrays of L layers; matrices are as `cpu_math.widen` takes them, the rest float32.
+    """Arrays of L layers; matrices lie in panels as `cpu_tile` takes them, the rest float32.
 
+    A matrix [N, K] is [N / PANEL, K, PANEL], its last panel filled up with zeros, as is a bias.
     A bias or head norm that the family lacks has no columns.
     """
 
-    embedding: np.ndarray  # [V, hidden]
+    embedding: np.ndarray  # matrix [V, hidden]
     attention_norm: np.ndarray  # [L, hidden]
-    qkv: np.ndarray  # [L, (H + 2K) * D, hidden]
+    qkv: np.ndarray  # L matrices [(H + 2K) * D, hidden]
     qkv_bias: np.ndarray
     q_norm: np.ndarray  # [L, D]
     k_norm: np.ndarray
-    output: np.ndarray  # [L, hidden, H * D]
+    output: np.ndarray  # L matrices [hidden, H * D]
     output_bias: np.ndarray
     mlp_norm: np.ndarray  # [L, hidden]
-    gate_up: np.ndarray  # [L, 2 * inner, hidden]
+    gate_up: np.ndarray  # 2L matrices [inner, hidden], as [L, panels of both, hidden, PANEL]
     gate_up_bias: np.ndarray
-    down: np.ndarray  # [L, hidden, inner]
+    down: np.ndarray  # L matrices [hidden, inner]
     down_bias: np.ndarray
     final_norm: np.ndarray  # [hidden]
-    head: np.ndarray  # [V, hidden]
+    head: np.ndarray  # matrix [V, hidden]
     cos_sin: np.ndarray  # [positions, D], cosines first
 
 
 class Inputs(NamedTuple):
-    """The step's T tokens, all int64; `owners` is the row of each, `block_tables` is by row."""
+    """The step's T tokens, all int64; `owners` is the row of each, `block_tables` is by row.
+
+    A tile is a unit of attention: its first token, its count of adjacent tokens of one row, the
+    first of its KV heads and the one after its last; that of several tokens has one head.
+    """
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -65,10 +68,14 @@ class Inputs(NamedTuple):
     owners: np.ndarray
     block_tables: np.ndarray
     logits_at: np.ndarray
+    tiles: np.ndarray  # [units, 4]
 
 
 class Buffers(NamedTuple):
-    """Scratch of one step, float32; `units` and `arrivals` are int64 zeros, one per phase."""
+    """Scratch of one step, float32; `units` and `arrivals` are int64 zeros, one per phase.
+
+    The widths of what a matrix gives are filled up to whole panels.
+    """
 
     hidden: np.ndarray  # [T, hidden]
     normed: np.ndarray  # [threads, T, hidden]
@@ -77,7 +84,8 @@ class Buffers(NamedTuple):
     gate_up: np.ndarray  # [T, 2 * inner]
     inner: np.ndarray  # [T, inner]
     scores: np.ndarray  # [threads, K, H / K, longest row]
-    panel: np.ndarray  # [threads, PANEL, widest]
+    tile_scores: np.ndarray  # [threads, H / K * TILE_TOKENS, longest row]
+    tile_keys: np.ndarray  # [threads, D * PANEL]
     last: np.ndarray  # [threads, S, hidden]
     logits: np.ndarray  # [S, V]
     units: np.ndarray
@@ -88,9 +96,12 @@ def make_buffers(
     weights: Weights, keys: np.ndarray, tokens: int, samples: int, longest: int, threads: int
 ) -> Buffers:
     """Scratch for a step of these sizes over a cache like `keys`."""
-    layers, qkv, hidden = weights.qkv.shape
+    layers = weights.qkv.shape[0]
     heads, head_dim = keys.shape[3:]
-    inner = weights.down.shape[2]
+    mixed = weights.output.shape[2]
+    hidden, inner = _width(weights.output), _width(weights.gate_up) // 2
+    group = mixed // (heads * head_dim)
+    longest = -(-longest // PANEL) * PANEL
     phases = layers * PHASES_PER_LAYER + PHASES_AROUND
 
     def room(*shape: int) -> np.ndarray:
@@ -99,17 +110,22 @@ def make_buffers(
     return Buffers(
         hidden=room(tokens, hidden),
         normed=room(threads, tokens, hidden),
-        qkv=room(tokens, qkv),
-        mixed=room(tokens, weights.output.shape[2]),
+        qkv=room(tokens, _width(weights.qkv)),
+        mixed=room(tokens, mixed),
         gate_up=room(tokens, 2 * inner),
         inner=room(tokens, inner),
-        scores=room(threads, heads, weights.output.shape[2] // (heads * head_dim), longest),
-        panel=room(threads, PANEL, max(hidden, inner, weights.output.shape[2])),
+        scores=room(threads, heads, group, longest),
+        tile_scores=room(threads, group * TILE_TOKENS, longest),
+        tile_keys=room(threads, head_dim * PANEL),
         last=room(threads, samples, hidden),
-        logits=room(samples, weights.head.shape[0]),
+        logits=room(samples, _width(weights.head)),
         units=np.zeros(phases, np.int64),
         arrivals=np.zeros(phases, np.int64),
     )
+
+
+def _width(matrices: np.ndarray) -> int:
+    return matrices.shape[-3] * PANEL
 
 
 @kernel
@@ -119,37 +135,36 @@ def run_step(weights, inputs, keys, values, buffers, eps, thread, threads):
     Returns when all threads are done: `buffers.logits` is complete then.
     """
     w, units, arrivals, hidden = weights, buffers.units, buffers.arrivals, buffers.hidden
-    normed, panel, scores = buffers.normed[thread], buffers.panel[thread], buffers.scores[thread]
-    qkv, mixed = buffers.qkv, buffers.mixed
+    normed, qkv, mixed = buffers.normed[thread], buffers.qkv, buffers.mixed
     phase = 0
     _embed(inputs.token_ids, w.embedding, hidden, units, phase)
     meet(arrivals, phase, threads)
     for at in range(w.qkv.shape[0]):
         _norm_rows(hidden, w.attention_norm[at], eps, normed)
         phase += 1
-        _linear(normed, w.qkv[at], w.qkv_bias[at], qkv, False, panel, units, phase)
+        _linear(normed, w.qkv[at], w.qkv_bias[at], qkv, False, units, phase)
         meet(arrivals, phase, threads)
         phase += 1
         _rope_store(w, at, inputs, keys[at], values[at], qkv, eps, units, phase)
         meet(arrivals, phase, threads)
         phase += 1
-        _attention(inputs, keys[at], values[at], qkv, scores, mixed, units, phase)
+        _attention(inputs, keys[at], values[at], buffers, thread, phase)
         meet(arrivals, phase, threads)
         phase += 1
-        _linear(mixed, w.output[at], w.output_bias[at], hidden, True, panel, units, phase)
+        _linear(mixed, w.output[at], w.output_bias[at], hidden, True, units, phase)
         meet(arrivals, phase, threads)
         _norm_rows(hidden, w.mlp_norm[at], eps, normed)
         phase += 1
-        _gated(normed, w.gate_up[at], w.gate_up_bias[at], buffers, panel, units, phase)
+        _gated(normed, w.gate_up[at], w.gate_up_bias[at], buffers, units, phase)
         meet(arrivals, phase, threads)
         phase += 1
-        _linear(buffers.inner, w.down[at], w.down_bias[at], hidden, True, panel, units, phase)
+        _linear(buffers.inner, w.down[at], w.down_bias[at], hidden, True, units, phase)
         meet(arrivals, phase, threads)
     last = buffers.last[thread]
     for row in range(last.shape[0]):
         rms_norm(hidden[inputs.logits_at[row]], w.final_norm, eps, last[row])
     phase += 1
-    _linear(last, w.head, w.final_norm[:0], buffers.logits, False, panel, units, phase)
+    _linear(last, w.head, w.final_norm[:0], buffers.logits, False, units, phase)
     meet(arrivals, phase, threads)
 
 
@@ -159,7 +174,9 @@ def _embed(token_ids, embedding, hidden, units, phase):
         token = take(units, phase)
         if token >= token_ids.shape[0]:
             return
-        widen_row(embedding[token_ids[token]], hidden[token])
+        panel, row = token_ids[token] // PANEL, token_ids[token] % PANEL
+        for k in range(embedding.shape[1]):
+            hidden[token, k] = widen(embedding[panel, k, row])
 
 
 @kernel
@@ -170,51 +187,40 @@ def _norm_rows(x, weight, eps, out):
 
 
 @kernel
-def _linear(x, w, bias, out, add, panel, units, phase):
-    """out = x @ w.T + bias, or added to out."""
+def _linear(x, w, bias, out, add, units, phase):
+    """out = x @ w.T + bias, or added to out. A unit is a panel."""
     while True:
-        low = take(units, phase) * PANEL
-        if low >= w.shape[0]:
+        panel = take(units, phase)
+        if panel >= w.shape[0]:
             return
-        high = min(low + PANEL, w.shape[0])
-        _panel_product(x, w, low, high, out, add, panel)
-        _add_bias(bias, low, high, out)
+        _panel_product(x, w, bias, panel, out, add)
 
 
 @kernel
-def _panel_product(x, w, low, high, out, add, panel):
-    """out[:, low:high] = x @ w[low:high].T. Many tokens share one widening of the panel: 128 by 576
-    by 3,072 runs at 71 GF/s on one Zen 3 core, 64 when each tile of 4 tokens widens for itself."""
-    if x.shape[0] < MANY_TOKENS:
-        product(x, w, low, high, out, low, add)
-        return
-    for row in range(low, high):
-        widen_row(w[row], panel[row - low])
-    product(x, panel, 0, high - low, out, low, add)
-
-
-@kernel
-def _add_bias(bias, low, high, out):
+def _panel_product(x, w, bias, panel, out, add):
+    depth, low, width = w.shape[1], panel * PANEL, out.shape[1]
+    start = panel * depth * PANEL
+    step = x.shape[1]
+    tiles(x.shape[0], x, 0, step, w.reshape(-1), start, PANEL, depth, out, low, width, add)
     if bias.shape[0] > 0:
         for row in range(out.shape[0]):
-            for at in range(low, high):
+            for at in range(low, low + PANEL):
                 out[row, at] += bias[at]
 
 
 @kernel
-def _gated(x, w, bias, buffers, panel, units, phase):
-    """inner = silu(gate) * up: a unit is a panel of the gate's rows and the same of the up's."""
+def _gated(x, w, bias, buffers, units, phase):
+    """inner = silu(gate) * up: a unit is a panel of the gate and the same of the up."""
     gate_up, inner = buffers.gate_up, buffers.inner
     size = inner.shape[1]
     while True:
-        low = take(units, phase) * PANEL
+        panel = take(units, phase)
+        low = panel * PANEL
         if low >= size:
             return
-        high = min(low + PANEL, size)
-        _panel_product(x, w, low, high, gate_up, False, panel)
-        _panel_product(x, w, size + low, size + high, gate_up, False, panel)
-        _add_bias(bias, low, high, gate_up)
-        _add_bias(bias, size + low, size + high, gate_up)
+        _panel_product(x, w, bias, panel, gate_up, False)
+        _panel_product(x, w, bias, size // PANEL + panel, gate_up, False)
+        high = low + PANEL
         for row in range(inner.shape[0]):
             gate = gate_up[row, low:high]
             _silu_mul(gate, gate_up[row, size + low : size + high], inner[row, low:high])
@@ -230,8 +236,8 @@ def _silu_mul(gate, up, out):
 def _rope_store(weights, layer, inputs, keys, values, qkv, eps, units, phase):
     """Norms and rotates q and k in place, and puts k and v into the cache. A unit is a token."""
     block_size, kv_heads, head_dim = keys.shape[1:]
-    k_start = qkv.shape[1] - 2 * kv_heads * head_dim
-    v_start = qkv.shape[1] - kv_heads * head_dim
+    k_start = weights.output.shape[2]
+    v_start = k_start + kv_heads * head_dim
     q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
     while True:
         token = take(units, phase)
@@ -264,35 +270,80 @@ def _rotate(head, angles):
 
 
 @kernel
-def _attention(inputs, keys, values, qkv, scores, mixed, units, phase):
-    """A unit is a token with all KV heads, or with one when few tokens must feed all threads.
-
-    All heads of a position lie together in the cache, so the first way reads it as one stream. No
-    slot is read but those up to the token's own position, so nothing that another sequence left in
-    the cache can reach it.
+def _attention(inputs, keys, values, buffers, thread, phase):
+    """A unit is a tile. All heads of a position lie together in the cache, so one token with all
+    of them reads it as one stream. No slot is read but those up to the last token's own position,
+    so nothing that another sequence left in the cache can reach a token.
     """
-    kv_heads, head_dim = keys.shape[2:]
-    heads = kv_heads if qkv.shape[0] >= MANY_TOKENS else 1
     while True:
-        unit = take(units, phase)
-        token, first = unit * heads // kv_heads, unit * heads % kv_heads
-        if token >= qkv.shape[0]:
+        unit = take(buffers.units, phase)
+        if unit >= inputs.tiles.shape[0]:
             return
+        token, count = inputs.tiles[unit, 0], inputs.tiles[unit, 1]
+        first, last = inputs.tiles[unit, 2], inputs.tiles[unit, 3]
         table = inputs.block_tables[inputs.owners[token]]
         length = inputs.positions[token] + 1
-        queries = qkv[token, : mixed.shape[1]].reshape(kv_heads, -1, head_dim)
-        out = mixed[token].reshape(kv_heads, -1, head_dim)
-        _score(queries, keys, table, first, first + heads, length, scores)
-        for head in range(first, first + heads):
-            _softmax(scores[head], length)
-        _mix(scores, values, table, first, first + heads, length, out)
+        if count > 1:
+            _attend_many(token, count, first, length, table, keys, values, buffers, thread)
+        else:
+            _attend_one(token, first, last, length, table, keys, values, buffers, thread)
+
+
+@kernel
+def _attend_many(token, count, head, length, table, keys, values, buffers, thread):
+    """Adjacent tokens with one KV head; the first of them sees `length` positions.
+
+    Row query * TILE_TOKENS + t of the scores is that of token t. Scores past a token's own position
+    become zeros, so that all tokens of the tile take the values in one product.
+    """
+    qkv, mixed = buffers.qkv, buffers.mixed
+    scores, packed = buffers.tile_scores[thread], buffers.tile_keys[thread]
+    block_size, kv_heads, head_dim = keys.shape[1:]
+    group, longest = scores.shape[0] // TILE_TOKENS, scores.shape[1]
+    end, width, step = length + count - 1, mixed.shape[1], qkv.shape[1]
+    for start in range(0, end, PANEL):
+        for at in range(start, min(start + PANEL, end)):
+            key = keys[table[at // block_size], at % block_size, head]
+            for k in range(head_dim):
+                packed[k * PANEL + at - start] = key[k]
+        for query in range(group):
+            x_at = token * step + (head * group + query) * head_dim
+            at = query * TILE_TOKENS * longest + start
+            tiles(count, qkv, x_at, step, packed, 0, PANEL, head_dim, scores, at, longest, False)
+    for query in range(group):
+        for t in range(count):
+            row = scores[query * TILE_TOKENS + t]
+            _softmax(row, length + t, head_dim)
+            row[length + t : end] = 0
+    flat, slot = values.reshape(-1), kv_heads * head_dim
+    for start in range(0, end, block_size):
+        depth = min(block_size, end - start)
+        w_at = table[start // block_size] * block_size * slot + head * head_dim
+        for query in range(group):
+            x_at = query * TILE_TOKENS * longest + start
+            for column in range(0, head_dim, PANEL):
+                w, at = w_at + column, token * width + (head * group + query) * head_dim + column
+                add = start > 0
+                tiles(count, scores, x_at, longest, flat, w, slot, depth, mixed, at, width, add)
+
+
+@kernel
+def _attend_one(token, first, last, length, table, keys, values, buffers, thread):
+    kv_heads, head_dim = keys.shape[2:]
+    scores, mixed = buffers.scores[thread], buffers.mixed
+    queries = buffers.qkv[token, : mixed.shape[1]].reshape(kv_heads, -1, head_dim)
+    out = mixed[token].reshape(kv_heads, -1, head_dim)
+    _score(queries, keys, table, first, last, length, scores)
+    for head in range(first, last):
+        for query in range(scores.shape[1]):
+            _softmax(scores[head, query], length, head_dim)
+    _mix(scores, values, table, first, last, length, out)
 
 
 @kernel
 def _score(queries, keys, table, first, last, length, scores):
     """scores[head, query] of the heads first..last over `length` positions, four at a time."""
     block_size = keys.shape[1]
-    scale = np.float32(1 / np.sqrt(queries.shape[2]))
     for start in range(0, length, block_size):
         block = keys[table[start // block_size]]
         count = min(block_size, length - start)
@@ -305,31 +356,30 @@ def _score(queries, keys, table, first, last, length, scores):
                     a, b, c, d = four_dots(
                         queries[head, query], r0[head], r1[head], r2[head], r3[head]
                     )
-                    row[start + at] = a * scale
-                    row[start + at + 1] = b * scale
-                    row[start + at + 2] = c * scale
-                    row[start + at + 3] = d * scale
+                    row[start + at] = a
+                    row[start + at + 1] = b
+                    row[start + at + 2] = c
+                    row[start + at + 3] = d
         for at in range(fours, count):
             for head in range(first, last):
                 for query in range(queries.shape[1]):
-                    value = dot(queries[head, query], block[at, head])
-                    scores[head, query, start + at] = value * scale
+                    scores[head, query, start + at] = dot(queries[head, query], block[at, head])
 
 
 @kernel
-def _softmax(scores, length):
-    for query in range(scores.shape[0]):
-        row = scores[query, :length]
-        top = row[0]
-        for at in range(row.shape[0]):
-            top = max(top, row[at])
-        total = np.float32(0)
-        for at in range(row.shape[0]):
-            row[at] = exp(row[at] - top)
-            total += row[at]
-        share = np.float32(1) / total
-        for at in range(row.shape[0]):
-            row[at] *= share
+def _softmax(row, length, head_dim):
+    """Of the first `length` scores of a row, divided by the root of head_dim first."""
+    scale = np.float32(1 / np.sqrt(head_dim))
+    top = row[0]
+    for at in range(length):
+        top = max(top, row[at])
+    total = np.float32(0)
+    for at in range(length):
+        row[at] = exp((row[at] - top) * scale)
+        total += row[at]
+    share = np.float32(1) / total
+    for at in range(length):
+        row[at] *= share
 
 
 @kernel

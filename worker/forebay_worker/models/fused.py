@@ -3,8 +3,9 @@
 It has the parameters of `decoder.Decoder` and gives its answers; it knows no file and no request.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from forebay_worker.models.config import ModelConfig
 from forebay_worker.models.decoder import EMBEDDING, FINAL_NORM, HEAD, cos_sin_table
 
 Array = npt.NDArray[Any]
+Arguments = tuple[cpu_step.Weights, cpu_step.Inputs, Array, Array, cpu_step.Buffers]
+
+MANY_TOKENS = 8
 
 
 class FusedDecoder:
@@ -26,12 +30,14 @@ class FusedDecoder:
     def __init__(
         self, config: ModelConfig, weights: dict[str, Tensor], max_model_len: int, threads: int
     ) -> None:
-        """Takes the weights out of the dict as it stacks them by layer, so that no third copy of
-        them ever exists."""
+        """Takes the weights out of the dict as it stacks them by layer, so that only
+        one of them is there twice at a time."""
         self._run_step: Callable[..., None] = cpu_step.run_step
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="forebay-step")
         self._eps = np.float32(config.norm_eps)
+        self._kv_heads = config.num_kv_heads, config.head_dim
+        self._vocab_size = config.vocab_size
         self._weights = _stack(config, weights, cos_sin_table(config, max_model_len))
 
     def __call__(self, step: Step, cache: KvCache) -> Tensor:
@@ -44,6 +50,7 @@ class FusedDecoder:
             owners=np.repeat(np.arange(len(starts) - 1), np.diff(starts)),
             block_tables=step.block_tables.numpy(),
             logits_at=step.logits_at.numpy(),
+            tiles=_tiles(step, *self._kv_heads),
         )
         buffers = cpu_step.make_buffers(
             self._weights,
@@ -55,53 +62,84 @@ class FusedDecoder:
         )
         arguments = (self._weights, inputs, cache.keys.numpy(), cache.values.numpy(), buffers)
         others = [
-            self._pool.submit(self._run_step, *arguments, self._eps, thread, self._threads)
-            for thread in range(1, self._threads)
+            self._pool.submit(self._run, arguments, thread) for thread in range(1, self._threads)
         ]
-        self._run_step(*arguments, self._eps, 0, self._threads)
+        self._run(arguments, 0)
         for other in others:
             other.result()
-        return torch.from_numpy(buffers.logits)
+        return torch.from_numpy(buffers.logits)[:, : self._vocab_size]
+
+    def _run(self, arguments: Arguments, thread: int) -> None:
+        """One thread's part. If it fails, it has arrived at every meeting: the others end too."""
+        try:
+            self._run_step(*arguments, self._eps, thread, self._threads)
+        except BaseException:
+            arguments[-1].arrivals.fill(self._threads)
+            raise
+
+
+def _tiles(step: Step, kv_heads: int, head_dim: int) -> Array:
+    """`cpu_step.Inputs.tiles`: a token alone with all KV heads, or with one each when few tokens
+    must feed all threads; tokens of a prompt together. The longest come first."""
+    heads = kv_heads if step.host_starts[-1] >= MANY_TOKENS else 1
+    most = cpu_step.TILE_TOKENS if head_dim % cpu_step.PANEL == 0 else 1
+    units: list[tuple[int, int, int, int]] = []
+    for start, end in pairwise(step.host_starts):
+        for token in range(start, end, most):
+            count = min(most, end - token)
+            each = heads if count == 1 else 1
+            units += [(token, count, at, at + each) for at in range(0, kv_heads, each)]
+    return np.array(units[::-1], np.int64)
 
 
 def _stack(config: ModelConfig, weights: dict[str, Tensor], cos_sin: Tensor) -> cpu_step.Weights:
-    def stacked(name: str) -> Tensor:
+    def layers(name: str) -> list[Tensor]:
         names = [f"model.layers.{layer}.{name}" for layer in range(config.num_layers)]
-        return _gather([weights.pop(each) for each in names if each in weights], config.num_layers)
+        return [weights.pop(each) for each in names if each in weights]
 
-    def vectors(name: str) -> Array:
-        return stacked(name).float().numpy()
+    def vectors(name: str, filled: int = 0) -> Array:
+        """[layers, …]; a parameter that the family lacks has no columns."""
+        found = [_fill(each.float(), filled) for each in layers(name)]
+        return (torch.stack(found) if found else torch.empty(config.num_layers, 0)).numpy()
 
-    def matrices(name: str) -> Array:
-        return _bits(stacked(name))
+    def matrices(name: str, joined: int = 1) -> Array:
+        return np.stack([_panels(each, joined) for each in layers(name)])
 
-    embedding = _bits(weights[EMBEDDING])
+    embedding = _panels(weights.pop(EMBEDDING))
     return cpu_step.Weights(
         embedding=embedding,
         attention_norm=vectors("input_layernorm.weight"),
         qkv=matrices("self_attn.qkv.weight"),
-        qkv_bias=vectors("self_attn.qkv.bias"),
+        qkv_bias=vectors("self_attn.qkv.bias", filled=1),
         q_norm=vectors("self_attn.q_norm.weight"),
         k_norm=vectors("self_attn.k_norm.weight"),
         output=matrices("self_attn.o_proj.weight"),
-        output_bias=vectors("self_attn.o_proj.bias"),
+        output_bias=vectors("self_attn.o_proj.bias", filled=1),
         mlp_norm=vectors("post_attention_layernorm.weight"),
-        gate_up=matrices("mlp.gate_up.weight"),
-        gate_up_bias=vectors("mlp.gate_up.bias"),
+        gate_up=matrices("mlp.gate_up.weight", joined=2),
+        gate_up_bias=vectors("mlp.gate_up.bias", filled=2),
         down=matrices("mlp.down_proj.weight"),
-        down_bias=vectors("mlp.down_proj.bias"),
+        down_bias=vectors("mlp.down_proj.bias", filled=1),
         final_norm=weights[FINAL_NORM].float().numpy(),
-        head=embedding if config.tied_embeddings else _bits(weights[HEAD]),
+        head=embedding if config.tied_embeddings else _panels(weights.pop(HEAD)),
         cos_sin=cos_sin.numpy(),
     )
 
 
-def _gather(tensors: Sequence[Tensor], layers: int) -> Tensor:
-    """[layers, …]; a parameter that the family lacks has no columns."""
-    return torch.stack(list(tensors)) if tensors else torch.empty(layers, 0)
+def _fill(tensor: Tensor, joined: int) -> Tensor:
+    """`joined` tensors that lie one after the other, each filled up with zeros to whole panels."""
+    if not joined:
+        return tensor
+    parts = tensor.reshape(joined, -1, *tensor.shape[1:])
+    missing = -parts.shape[1] % cpu_step.PANEL
+    room = parts.new_zeros(joined, missing, *parts.shape[2:])
+    return torch.cat([parts, room], 1).flatten(0, 1)
 
 
-def _bits(matrix: Tensor) -> Array:
-    """numpy has no bfloat16: its bits travel as uint16, those of float16 as int16."""
+def _panels(matrix: Tensor, joined: int = 1) -> Array:
+    """[N, K] as [N / PANEL, K, PANEL]. numpy has no bfloat16: its bits travel as uint16, those of
+    float16 as int16."""
     kinds = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-    return matrix.view(kinds.get(matrix.dtype, matrix.dtype)).numpy()
+    filled = _fill(matrix, joined).view(-1, cpu_step.PANEL, matrix.shape[1])
+    panels = filled.transpose(1, 2).contiguous()
+    return panels.view(kinds.get(matrix.dtype, matrix.dtype)).numpy()
