@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):
@@ -43,6 +44,23 @@ class CallEnd(msgspec.Struct, frozen=True, gc=False):
 
 
 Part: TypeAlias = Text | Reasoning | CallStart | CallArguments | CallEnd
+
+
+def merged(parts: list[Part]) -> list[Part]:
+    """The same with neighbours of one kind joined: fewer and larger pieces for a client."""
+    if len(parts) < 2:
+        return parts
+    joined: list[Part] = []
+    run: list[str] = []
+    for part, after in zip(parts, [*parts[1:], None], strict=True):
+        if isinstance(part, CallStart | CallEnd):
+            joined.append(part)
+            continue
+        run.append(part.text)
+        if type(after) is not type(part):
+            joined.append(part if len(run) == 1 else replace(part, text="".join(run)))
+            run.clear()
+    return joined
 
 
 class Call:

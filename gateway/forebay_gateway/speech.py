@@ -8,7 +8,7 @@ dialect.
 from collections.abc import Sequence
 
 from forebay_gateway.output import OutputOptions, StopMatcher, Vocabulary
-from forebay_gateway.parts import CallEnd, CallStart, Part, Text
+from forebay_gateway.parts import CallEnd, CallStart, Part, Text, merged
 from forebay_gateway.reasoning.base import ReasoningParser
 from forebay_gateway.tools.base import ToolParser
 
@@ -71,7 +71,7 @@ class Speech:
                 self.reasoning_tokens += 1
             if self.stopped:
                 break
-        return parts
+        return merged(parts)
 
     def finish(self) -> list[Part]:
         """The rest, once no token follows. May set `stopped` as well."""

@@ -4,10 +4,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import EntryPoint
 from types import FrameType
 
 import pytest
 from forebay_gateway.parts import Collected
+from forebay_gateway.tools import registry
 from forebay_gateway.tools.base import Tool, ToolParser
 from forebay_gateway.tools.deepseek_v3 import (
     CALL_BEGIN,
@@ -16,6 +18,7 @@ from forebay_gateway.tools.deepseek_v3 import (
     CALLS_END,
     SEPARATOR,
 )
+from forebay_gateway.tools.hermes import HermesParser
 from forebay_gateway.tools.registry import BUILT_IN, check_tool_parser, tool_parser
 from forebay_shared.settings import StartError
 from hypothesis import given, settings
@@ -296,8 +299,30 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_parser_is_found_in_the_models_template_or_named_by_the_flag(name: str) -> None:
-    assert tool_parser("auto", TEMPLATES[name]) is BUILT_IN[name]
+    assert tool_parser("auto", "{{ tools }}" + TEMPLATES[name]) is BUILT_IN[name]
+    assert tool_parser("auto", TEMPLATES[name].replace("tools", "")) is BUILT_IN["hermes"]
     assert tool_parser(name, "nothing") is BUILT_IN[name]
+
+
+class Plugin(HermesParser):
+    """Somebody else's family."""
+
+    @classmethod
+    def writes(cls, template: str) -> bool:
+        return "<plugin>" in template
+
+
+def test_an_installed_parser_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("plugin", f"{__name__}:Plugin", registry.GROUP)
+    monkeypatch.setattr(entry.__class__, "load", lambda self: Plugin)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    registry.tool_parsers.cache_clear()
+    try:
+        assert tool_parser("plugin", "") is Plugin
+        assert tool_parser("auto", "{{ tools }}<plugin><tool_call>") is Plugin
+        assert tool_parser("auto", "{{ tools }}<tool_call>") is BUILT_IN["hermes"]
+    finally:
+        registry.tool_parsers.cache_clear()
 
 
 def test_an_unknown_parser_stops_the_start_with_a_line_that_names_the_known_ones() -> None:
