@@ -435,6 +435,14 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
+def test_settings_that_leave_nothing_to_choose_are_the_clients_error(house: House) -> None:
+    core = house.core()
+    one = Grammar("choice", '["one"]')
+    failed = house.ask(one, core, allowed_token_ids=tuple(house.ids("two"))).failed
+    assert failed.code == "invalid_value"
+    assert house.ask(one, core, min_tokens=30).text == "one"
+
+
 def test_a_slow_compile_delays_nobody(house: House, gate: threading.Event) -> None:
     core = house.core()
     for number in range(3):

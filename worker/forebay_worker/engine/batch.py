@@ -62,11 +62,13 @@ class ScheduledRow:
 
 @dataclass(slots=True)
 class Sampled:
-    """The token of one sampling row. `corrupt`: its logits held a NaN, so it must fail."""
+    """The token of one sampling row. `corrupt`: it has none, for its logits held a NaN or, when it
+    is `starved`, for its own settings left none to choose; it must fail."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     corrupt: bool = False
+    starved: bool = False
 
 
 @dataclass(slots=True)

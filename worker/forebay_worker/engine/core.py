@@ -15,6 +15,7 @@ from forebay_shared.errors import (
     DeadlineError,
     EngineError,
     ForebayError,
+    InvalidRequestError,
     OverloadedError,
     UnsupportedError,
 )
@@ -305,7 +306,8 @@ class EngineCore:
             if sequence.ended:
                 continue  # a sibling failed in this very step
             if sampled is not None and sampled.corrupt:
-                self._fail(self._requests[sequence.request_id, sequence.attempt], _fault(sequence))
+                request = self._requests[sequence.request_id, sequence.attempt]
+                self._fail(request, _fault(sequence, sampled))
                 continue
             sequence.num_computed += row.num_new
             self.blocks.publish(sequence)
@@ -393,8 +395,10 @@ def _attach(request: Request, preparation: Preparation) -> None:
         sequence.matcher = preparation.matchers[index]
 
 
-def _fault(sequence: Sequence) -> ForebayError:
-    """Why a row without a usable token failed: its grammar, or the model."""
+def _fault(sequence: Sequence, sampled: Sampled) -> ForebayError:
+    """Why a row without a usable token failed: its grammar, its settings, or the model."""
     if sequence.matcher is not None and sequence.matcher.error is not None:
         return sequence.matcher.error
+    if sampled.starved:
+        return InvalidRequestError("The request's own settings leave no token to choose.")
     return EngineError("The model gave no usable result for this request.")

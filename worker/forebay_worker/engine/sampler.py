@@ -39,10 +39,10 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
             _allow(logits[row], mask)
     tops, argmaxes = logits.max(dim=-1)
     tokens = cast(list[int], argmaxes.tolist())
-    finite = cast(list[bool], tops.isfinite().tolist())
+    best = cast(list[float], tops.tolist())
     return [
-        Sampled(0, corrupt=True)
-        if not finite[row]
+        Sampled(0, corrupt=True, starved=best[row] < 0 and sequence.sampling.grammar is not None)
+        if not math.isfinite(best[row])
         else Sampled(tokens[row])
         if _is_plain_greedy(sequence)
         else _sample_row(logits[row], sequence, raw.get(row))
@@ -81,7 +81,7 @@ def _sample_row(logits: Tensor, sequence: SequenceState, logprobs: Tensor | None
     if _is_masked(sequence):
         _mask(logits, sequence)
         if not logits.max().isfinite():
-            return Sampled(0, corrupt=True)
+            return Sampled(0, corrupt=True, starved=True)
     token = int(logits.argmax()) if params.greedy else _draw(logits, sequence)
     if logprobs is None:
         return Sampled(token)
