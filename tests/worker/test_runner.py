@@ -1,6 +1,7 @@
 """The runner: sizes that fit or say why not, and rows that fail alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from forebay_shared.settings import WorkerSettings
 from forebay_worker.engine import runner
 from forebay_worker.engine.batch import ScheduledRow, flatten
 from forebay_worker.engine.runner import Runner
+from forebay_worker.kernels import cpu_step
 from forebay_worker.models.config import ModelError
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, make_model, make_sequence
@@ -110,3 +112,23 @@ def test_rows_are_flattened_with_their_slots_and_bounds() -> None:
     assert step.logits_at.tolist() == [0]
     with pytest.raises(ValueError, match="more tokens than its sequence has"):
         flatten([ScheduledRow(decode, 2, True)], block_size=3)
+
+
+def test_a_thread_that_fails_does_not_leave_the_others_waiting(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "physical_cores", lambda: 2)
+    engine = Runner(checkpoint, WorkerSettings(kv_cache_memory_bytes=64 * BLOCK_BYTES))
+    run_step = cpu_step.run_step
+
+    def fail_in_the_second(*arguments: Any) -> None:
+        if arguments[-2] == 1:
+            raise MemoryError
+        run_step(*arguments)
+
+    monkeypatch.setattr(engine._decode, "_run_step", fail_in_the_second)
+    row = ScheduledRow(make_sequence([3, 4], [5], SamplingParams(temperature=0)), 2, True)
+    with pytest.raises(MemoryError):
+        engine.execute([row])
+    monkeypatch.undo()
+    assert engine.execute([row])[0] is not None
