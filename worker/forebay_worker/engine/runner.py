@@ -70,7 +70,7 @@ class Runner:
 
     def _warm_up(self) -> None:
         """One token through block 0, which nobody owns yet: what compiles at first use does so now.
-        On one Zen 3 core 26 s on a new machine, 2 s from the disk cache later."""
+        On one Zen 3 core 21 s on a new machine, 2 s from the disk cache later."""
         zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
         step = Step(
             num_decodes=1,
