@@ -1,10 +1,12 @@
 """Bad input: each is a 4xx in the envelope that names the field, and harms no later request."""
 
 import json
+import threading
 from collections.abc import Iterator
 
 import httpx
 import pytest
+from forebay_gateway.api.openai import service
 from forebay_shared.models import CAP_GENERATE
 from forebay_shared.settings import GatewaySettings
 from gateway_fakes import MODEL, Api, Play, ScriptedBackend, running_api
@@ -202,6 +204,29 @@ def test_an_overlong_prompt_says_by_how_much_and_carries_the_machine_code(api: A
         assert "maximum context length is 512 tokens" in error["message"]
         found = int(error["message"].split("resulted in ")[1].split(" tokens")[0])
         assert tokens <= found <= tokens + 30
+
+
+def test_what_is_too_long_to_fit_is_refused_before_it_is_looked_at(api: Api) -> None:
+    for answer, param in (
+        (api.chat(messages=[{"role": "nobody", "content": ""}] * 512), "messages"),
+        (api.complete(prompt=[2**31 - 1] * 512), "prompt"),
+    ):
+        assert refused(answer, 400, param)["code"] == "context_length_exceeded"
+
+
+def test_a_long_list_of_ids_is_not_sorted_out_on_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    split = service._split_prompts
+
+    def noted(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+        threads.append(threading.current_thread().name)
+        return split(prompt)
+
+    monkeypatch.setattr(service, "_split_prompts", noted)
+    refused(api.complete(prompt=[1] * 10_000), 400, "prompt")
+    assert threads[0].startswith("prompt")
 
 
 def test_what_the_engine_cannot_do_is_refused_by_name() -> None:

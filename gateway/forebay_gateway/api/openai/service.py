@@ -39,7 +39,13 @@ from forebay_gateway.api.openai.tools import tool_use
 from forebay_gateway.api.ports import Models, Services
 from forebay_gateway.dispatch import Job
 from forebay_gateway.interpret import Interpreter, Reading
-from forebay_gateway.prompt import Renderer, Renderers, TemplateOptions, context_length_error
+from forebay_gateway.prompt import (
+    Message,
+    Renderer,
+    Renderers,
+    TemplateOptions,
+    context_length_error,
+)
 from forebay_gateway.tools.base import ToolUse
 
 MAX_PROMPTS = 256
@@ -78,7 +84,7 @@ class OpenAIService:
         logprobs = params.chat_logprobs(request, card)
         renderer = await self._renderers.get(card)
         prompt = await self._renderers.run(
-            lambda: renderer.chat(conversation(request.messages), options), size
+            lambda: renderer.chat(_conversation(request, card), options), size
         )
         room = _room(card, prompt, "messages")
         sampling = params.sampling_params(
@@ -138,17 +144,7 @@ class OpenAIService:
     async def _prompts(
         self, request: CompletionRequest, card: ModelCard, renderer: Renderer, size: int
     ) -> list[_Prompt]:
-        prompts = _split_prompts(request.prompt)
-        if len(prompts) > MAX_PROMPTS or len(prompts) * (request.n or 1) > MAX_CHOICES:
-            raise InvalidRequestError(
-                f"A request may hold at most {MAX_PROMPTS} prompts and {MAX_CHOICES} choices.",
-                param="prompt",
-            )
-        echo = bool(request.echo)
-        return await self._renderers.run(
-            lambda: [_encode(renderer, prompt, card.vocab_size, echo=echo) for prompt in prompts],
-            size,
-        )
+        return await self._renderers.run(lambda: _encode_all(renderer, request, card), size)
 
     def _answer(
         self, request: GenerationRequest, jobs: Sequence[Job], reading: Reading, shape: Shape
@@ -207,6 +203,14 @@ def _effort(request: ChatRequest) -> dict[str, Json]:
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
+def _conversation(request: ChatRequest, card: ModelCard) -> list[Message]:
+    """The messages for the template, unless they are too many: each takes a token at least."""
+    number = len(request.messages)
+    if number >= card.max_model_len:
+        raise context_length_error(f"at least {number}", card.max_model_len, "messages")
+    return conversation(request.messages)
+
+
 def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     """All four forms of `prompt` as a list of texts or ids."""
     if isinstance(prompt, str):
@@ -224,14 +228,26 @@ def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list
     return texts or lists
 
 
-def _encode(renderer: Renderer, prompt: str | list[int], vocab_size: int, *, echo: bool) -> _Prompt:
+def _encode_all(renderer: Renderer, request: CompletionRequest, card: ModelCard) -> list[_Prompt]:
+    """Every prompt of a request. Not on the event loop: a body can hold millions of ids."""
+    prompts = _split_prompts(request.prompt)
+    if len(prompts) > MAX_PROMPTS or len(prompts) * (request.n or 1) > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"A request may hold at most {MAX_PROMPTS} prompts and {MAX_CHOICES} choices.",
+            param="prompt",
+        )
+    return [_encode(renderer, prompt, card, echo=bool(request.echo)) for prompt in prompts]
+
+
+def _encode(renderer: Renderer, prompt: str | list[int], card: ModelCard, *, echo: bool) -> _Prompt:
     if not prompt:
         raise InvalidRequestError("prompt must not be empty.", param="prompt")
     if isinstance(prompt, str):
         return _Prompt(renderer.text(prompt), prompt)
-    if not all(0 <= token_id < vocab_size for token_id in prompt):
+    _room(card, prompt, "prompt")
+    if not all(0 <= token_id < card.vocab_size for token_id in prompt):
         raise InvalidRequestError(
-            f"prompt must hold token ids between 0 and {vocab_size - 1}.", param="prompt"
+            f"prompt must hold token ids between 0 and {card.vocab_size - 1}.", param="prompt"
         )
     return _Prompt(prompt, renderer.decode(prompt) if echo else "")
 
