@@ -12,11 +12,11 @@ from forebay_shared.wire import Load, Submit
 
 from forebay_worker.checkpoint import resolve
 from forebay_worker.engine.core import EngineCore
+from forebay_worker.engine.devices import make_runner
 from forebay_worker.engine.grammar import Grammars
 from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.loop import EngineLoop
 from forebay_worker.engine.ports import Emit, Recorder
-from forebay_worker.engine.runner import Runner
 from forebay_worker.engines.card import ModelFiles
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class NativeEngine:
     def __init__(self, settings: WorkerSettings) -> None:
         directory = resolve(settings.model)
         files = ModelFiles(directory, settings)
-        self._runner = Runner(directory, settings)
+        self._runner = make_runner(directory, settings)
         self._settings = settings
         self._limits = Limits.of(self._runner, files.eos_token_ids)
         self._card, self._blobs = files.card(

@@ -101,7 +101,11 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["rows", "stride_table"])
+# The rows' arrays start behind the decode rows', so their alignment differs from step to step.
+@triton.jit(
+    do_not_specialize=["rows", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables", "kv_lens", "starts"],
+)
 def _paged_prefill_kernel(
     out, q, k_cache, v_cache, block_tables, kv_lens, starts, scale_log2, rows,
     stride_q, stride_out, stride_table,

@@ -49,6 +49,14 @@ class Step:
     host_kv_lens: list[int]
 
 
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """x [T, K] @ weight [N, K]^T + bias [N], written to `out` [T, N] where that is given."""
+    product = functional.linear(x, weight, bias)
+    return product if out is None else out.copy_(product)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
     wide = x.float()

@@ -14,6 +14,11 @@ class Ops(Protocol):
     """`kernels.reference` has the shapes and formulas."""
 
     @staticmethod
+    def linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor: ...
+
+    @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     @staticmethod

@@ -101,13 +101,17 @@ class Decoder:
             for layer in range(config.num_layers)
         ]
         self._norm = RmsNorm(weights[FINAL_NORM], config.norm_eps, ops)
-        self._head = Linear(weights[EMBEDDING if config.tied_embeddings else HEAD])
+        self._head = Linear(weights[EMBEDDING if config.tied_embeddings else HEAD], None, ops)
 
     def __call__(self, step: Step, cache: KvCache) -> Tensor:
         """Writes the step's KV into the cache of [layers, …]; returns the logits of the tokens that
         `step.logits_at` names: [S, vocabulary] float32."""
+        return self.logits(step, cache).float()
+
+    def logits(self, step: Step, cache: KvCache, out: Tensor | None = None) -> Tensor:
+        """The same in the type of the weights, written to `out` where that is given."""
         hidden = self._forward(step, cache)
-        return self._head(self._norm(hidden[step.logits_at])).float()
+        return self._head(self._norm(hidden[step.logits_at]), out)
 
     def _forward(self, step: Step, cache: KvCache) -> Tensor:
         hidden = functional.embedding(step.token_ids, self._embedding)
@@ -127,7 +131,7 @@ def _layer(
     config: ModelConfig, weights: Mapping[str, Tensor], at: str, cos_sin: Tensor, ops: Ops
 ) -> Layer:
     def linear(name: str) -> Linear:
-        return Linear(weights[f"{at}.{name}.weight"], weights.get(f"{at}.{name}.bias"))
+        return Linear(weights[f"{at}.{name}.weight"], weights.get(f"{at}.{name}.bias"), ops)
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(weights[f"{at}.{name}.weight"], config.norm_eps, ops)

@@ -1,0 +1,222 @@
+"""The engine's core on a card without a server: the offline workloads that other engines publish.
+
+    PYTHONPATH=worker:shared python3 benchmarks/offline.py --model qwen3-0.6b --out offline.csv \
+        --cases decode,mixed
+
+Random weights of the real shape in bfloat16, greedy unless said, end tokens ignored, prefix caching
+off. decode: time of B prompts of 1,024 random ids with 129 new tokens less that with 1, over 128;
+best of two. prefill: 1 new token. mixed: 256 prompts of 100 to 1,024 ids, 100 to 1,024 new tokens
+each. many: 1,024 prompts of 1,024 ids, 128 new tokens each.
+"""
+
+import argparse
+import csv
+import json
+import logging
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, perf_counter
+
+import torch
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.settings import WorkerSettings
+from forebay_shared.wire import Done, Failed, SequenceStart, Submit, pack_ids
+from forebay_worker.engine.core import EngineCore
+from forebay_worker.engine.devices import make_runner
+from forebay_worker.engine.intake import Limits
+from kernels import provenance
+
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+BATCHES = (1, 8, 32, 64, 128, 256)
+Prompt = list[int]
+
+
+class Recorder:
+    """Counts steps and the host's time in them, outside the runner."""
+
+    def __init__(self) -> None:
+        self.steps, self.host_s = 0, 0.0
+
+    def step(self, *, host_s: float, **facts: int) -> None:
+        self.steps += 1
+        self.host_s += host_s
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def inter_token(self, seconds: float) -> None: ...
+
+    def finished(self, **facts: object) -> None: ...
+
+
+@dataclass
+class Measured:
+    """`value` in the unit of its case; `host_us` per step: all of the engine but the runner."""
+
+    case: str
+    unit: str
+    value: float
+    seconds: float
+    host_us: float
+
+
+class Bench:
+    """One engine and the prompts that it is given."""
+
+    def __init__(self, model: str, settings: WorkerSettings) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            (Path(name) / "config.json").write_text(json.dumps(MODELS[model]))
+            began = perf_counter()
+            self._runner = make_runner(Path(name), settings)
+            self.start_s = perf_counter() - began
+        self._recorder = Recorder()
+        self._core = EngineCore(
+            self._runner, Limits.of(self._runner), settings, self._recorder, revision=model
+        )
+        self._serial = 0
+
+    def run(self, prompts: list[Prompt], new: list[int], temperature: float = 0.0) -> float:
+        """Seconds until all have their new tokens."""
+        submits = [
+            Submit(
+                request_id=str(self._serial + at),
+                attempt=1,
+                gateway="",
+                prompt=pack_ids(prompt),
+                sampling=SamplingParams(
+                    temperature=temperature, max_tokens=count, ignore_eos=True, seed=at
+                ),
+                starts=(SequenceStart(0),),
+            )
+            for at, (prompt, count) in enumerate(zip(prompts, new, strict=True))
+        ]
+        self._serial += len(prompts)
+        self._recorder.steps, self._recorder.host_s = 0, 0.0
+        torch.cuda.synchronize()
+        began = perf_counter()
+        for each in submits:
+            self._core.submit(each, monotonic())
+        generated = 0
+        while not self._core.idle:
+            self._core.step()
+            for _, event in self._core.take_events():
+                if isinstance(event, Failed):
+                    raise RuntimeError(event.message)
+                if isinstance(event, Done):
+                    generated += event.usage.completion_tokens
+        seconds = perf_counter() - began
+        if generated != sum(new):
+            raise RuntimeError(f"{generated} tokens instead of {sum(new)}")
+        return seconds
+
+    def measured(self, case: str, unit: str, value: float, seconds: float) -> Measured:
+        host_us = self._recorder.host_s / max(1, self._recorder.steps) * 1e6
+        return Measured(case, unit, round(value, 4), round(seconds, 4), round(host_us, 1))
+
+    def decode(self) -> Iterator[Measured]:
+        for rows in BATCHES:
+            prompts = [random_ids(1024) for _ in range(rows)]
+            short = min(self.run(prompts, [1] * rows) for _ in range(2))
+            long = min(self.run(prompts, [129] * rows) for _ in range(2))
+            ms = (long - short) / 128 * 1e3
+            yield self.measured(f"decode {rows}", "ms/step", ms, long)
+
+    def prefill(self) -> Iterator[Measured]:
+        for rows, length in ((1, 128), (1, 2048), (8, 2048), (32, 2048)):
+            seconds = min(
+                self.run([random_ids(length) for _ in range(rows)], [1] * rows) for _ in range(3)
+            )
+            yield self.measured(
+                f"prefill {rows}x{length}", "tok/s", rows * length / seconds, seconds
+            )
+
+    def mixed(self) -> Iterator[Measured]:
+        r = random.Random(0)
+        prompts = []
+        for _ in range(256):
+            length = r.randint(100, 1024)
+            prompts.append([r.randrange(10, 49_000) for _ in range(length)])
+        new = [r.randint(100, 1024) for _ in range(256)]
+        for temperature in (0.6, 0.0):
+            seconds = self.run(prompts, new, temperature)
+            yield self.measured(f"mixed t={temperature}", "tok/s", sum(new) / seconds, seconds)
+
+    def many(self) -> Iterator[Measured]:
+        prompts = [random_ids(1024) for _ in range(1024)]
+        seconds = self.run(prompts, [128] * 1024)
+        yield self.measured("1024x1024+128", "tok/s", 1024 * 128 / seconds, seconds)
+
+
+def random_ids(count: int) -> Prompt:
+    return [random.randrange(10, 49_000) for _ in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
+    parser.add_argument("--cases", default="decode,prefill,mixed,many", help="or none: only start")
+    parser.add_argument("--out", required=True, help="CSV file to write")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    random.seed(0)
+    settings = WorkerSettings(
+        device="cuda",
+        load_format="dummy",
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_queued_reqs=4096,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enable_prefix_caching=False,
+    )
+    bench = Bench(args.model, settings)
+    print("start", round(bench.start_s, 1), "s", flush=True)
+    cases: dict[str, Callable[[], Iterator[Measured]]] = {
+        "decode": bench.decode,
+        "prefill": bench.prefill,
+        "mixed": bench.mixed,
+        "many": bench.many,
+    }
+    source = provenance()
+    with open(args.out, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["model", "case", "unit", "value", "seconds", "host_us", *source])
+        for name in [] if args.cases == "none" else args.cases.split(","):
+            for each in cases[name]():
+                row = [args.model, each.case, each.unit, each.value, each.seconds, each.host_us]
+                writer.writerow([*row, *source.values()])
+                file.flush()
+                print(*row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

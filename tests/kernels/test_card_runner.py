@@ -1,0 +1,245 @@
+"""The card's runner: its tokens are those of the float32 decoder in plain torch, in any batch.
+
+Without a card the same kernels run in Triton's interpreter, without graphs and in float32.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.settings import WorkerSettings
+from forebay_worker.engine import card_sampling, devices, loading
+from forebay_worker.engine.batch import Sampled, ScheduledRow
+from forebay_worker.engine.card_runner import CardRunner
+from forebay_worker.engine.noise import gumbel
+from forebay_worker.engine.sequence import Sequence
+from forebay_worker.kernels import card, reference
+from forebay_worker.kernels.decode_attention import DEFAULT, make_plan
+from forebay_worker.kernels.reference import KvCache, Step
+from forebay_worker.kernels.sampling import make_scratch
+from forebay_worker.models.config import ModelError
+from forebay_worker.models.decoder import Decoder
+from forebay_worker.models.registry import read_config
+
+pytestmark = pytest.mark.timeout(300)  # the interpreter takes 20 s on a quiet core
+
+ON_CARD = torch.cuda.is_available()
+VOCAB, BLOCK, BLOCKS = 320, 64, 24
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "mistral": {"tie_word_embeddings": False},
+}
+DTYPES = ["float32", "bfloat16"] if ON_CARD else ["float32"]
+STEPS = 24 if ON_CARD else 2
+LENGTHS = (5, 70, 1, 33, 64) if ON_CARD else (5, 66, 1)
+GREEDY = SamplingParams(temperature=0)
+MIXED = (
+    GREEDY,
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.9),
+    SamplingParams(temperature=0.7, min_p=0.05),
+    SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=2),
+)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after another: a few do."""
+    if not ON_CARD:
+        config = DEFAULT._replace(programs=6)
+        monkeypatch.setattr(card, "make_plan", partial(make_plan, config=config))
+        monkeypatch.setattr(card_sampling, "make_scratch", partial(make_scratch, programs=8))
+
+
+def settings(dtype: str) -> WorkerSettings:
+    item = 4 if dtype == "float32" else 2
+    return WorkerSettings(
+        dtype=dtype,
+        load_format="dummy",
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        kv_cache_memory_bytes=2 * 2 * 2 * 16 * item * BLOCK * BLOCKS,
+        seed=3,
+    )
+
+
+def directory(family: str, at: Path) -> Path:
+    raw = {"model_type": family, **_SIZES, **FAMILIES[family]}
+    (at / "config.json").write_text(json.dumps(raw))
+    return at
+
+
+def make_runner(path: Path, dtype: str, *, graphs: bool = True) -> CardRunner:
+    device = torch.device("cuda" if ON_CARD else "cpu")
+    return CardRunner(path, settings(dtype), device, graphs=graphs)
+
+
+def make_sequence(prompt: list[int], blocks: list[int], sampling: SamplingParams) -> Sequence:
+    return Sequence(
+        request_id="r", attempt=1, gateway="", index=0, token_ids=list(prompt),
+        num_prompt=len(prompt), sampling=sampling, seed=2**63 + 77, limit=10**6,
+        stop_ids=frozenset(), block_table=list(blocks),
+    )  # fmt: skip
+
+
+def prompts() -> list[list[int]]:
+    return [torch.randint(VOCAB, (size,)).tolist() for size in LENGTHS]
+
+
+def decode(
+    runner: CardRunner, texts: list[list[int]], each: tuple[SamplingParams, ...], chunk: int = 0
+):
+    """Prefills all rows (in chunks of `chunk`, decodes beside them) and goes on for STEPS steps."""
+    rows = [
+        make_sequence(text, [3 * at, 3 * at + 2, 3 * at + 1], sampling)
+        for at, (text, sampling) in enumerate(zip(texts, each, strict=True))
+    ]
+    while any(len(row.token_ids) < row.num_prompt + STEPS for row in rows):
+        plan = []
+        for row in rows:
+            rest = len(row.token_ids) - row.num_computed
+            if len(row.token_ids) < row.num_prompt + STEPS:
+                num_new = min(rest, chunk or rest)
+                plan.append(ScheduledRow(row, num_new, num_new == rest))
+        plan.sort(key=lambda row: row.num_new > 1)
+        for row, sampled in zip(plan, runner.execute(plan), strict=True):
+            row.sequence.num_computed += row.num_new
+            assert (sampled is not None) == row.samples
+            if sampled is not None:
+                assert not sampled.corrupt
+                row.sequence.token_ids.append(sampled.token_id)
+    return [row.token_ids[row.num_prompt :] for row in rows]
+
+
+def true_logits(runner: CardRunner, path: Path, dtype: str, tokens: list[int]) -> torch.Tensor:
+    """Of every position by the plain decoder in float32 on the CPU, from the same weights."""
+    config = read_config(path)
+    device = runner._device  # the weights' noise depends on it
+    weights = loading.load(path, config, settings(dtype), loading.dtype_of(dtype), device)
+    wide = {name: weight.float().cpu() for name, weight in weights.items()}
+    decoder = Decoder(config, wide, reference, 256)
+    shape = (config.num_layers, 4, BLOCK, config.num_kv_heads, config.head_dim)
+    size = len(tokens)
+    at = torch.arange(size)
+    step = Step(
+        num_decodes=0, token_ids=torch.tensor(tokens), positions=at, kv_slots=at,
+        starts=torch.tensor([0, size]), kv_lens=torch.tensor([size]),
+        block_tables=torch.arange(4)[None], logits_at=at, host_starts=[0, size],
+        host_kv_lens=[size],
+    )  # fmt: skip
+    with torch.inference_mode():
+        return decoder(step, KvCache(torch.zeros(shape), torch.zeros(shape)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES if ON_CARD else ["qwen3"])
+def test_tokens_are_those_of_the_plain_decoder(family: str, dtype: str, tmp_path: Path) -> None:
+    path = directory(family, tmp_path)
+    runner = make_runner(path, dtype)
+    texts = prompts()
+    # A filter's border moves with the rounding of bfloat16, and with it the choice.
+    each = (*MIXED[: 4 if dtype == "float32" else 2], GREEDY, GREEDY, GREEDY)[: len(texts)]
+    outputs = decode(runner, texts, each)
+    near = 0.0 if dtype == "float32" else 0.12
+    for text, output, params in zip(texts, outputs, each, strict=True):
+        logits = true_logits(runner, path, dtype, text + output)[len(text) - 1 : -1]
+        for at, (row, token) in enumerate(zip(logits, output, strict=True)):
+            scores = row
+            if params.temperature > 0:
+                noise = gumbel(2**63 + 77, len(text) + at, np.arange(VOCAB, dtype=np.uint32))
+                kept = kept_scores(row, params)
+                scores = kept / params.temperature + noise
+            gap = float(scores.max() - scores[token])
+            assert gap <= near / max(params.temperature, 0.5) + 1e-3, (at, token, gap)
+
+
+def kept_scores(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """-inf where the filters drop an id."""
+    probs = (row / params.temperature).softmax(-1)
+    kept = torch.ones_like(row, dtype=torch.bool)
+    if params.min_p:
+        kept &= probs >= params.min_p * probs.max()
+    if params.top_k:
+        kept &= row >= row.topk(params.top_k).values[-1]
+    if params.top_p < 1:
+        inside = torch.where(kept, probs, 0)
+        above = (inside[None, :] * (row[None, :] > row[:, None])).sum(-1)
+        kept &= above < params.top_p * inside.sum()
+    return torch.where(kept, row, -torch.inf)
+
+
+def test_batch_chunks_and_graphs_change_no_token(tmp_path: Path) -> None:
+    path = directory("qwen3", tmp_path)
+    runner = make_runner(path, "float32")
+    texts = prompts()
+    each = MIXED[: len(texts)]
+    whole = decode(runner, texts, each)
+    assert decode(runner, texts, each, chunk=40) == whole
+    for at in range(len(texts)) if ON_CARD else [1]:
+        assert decode(runner, [texts[at]], (each[at],)) == [whole[at]]
+    if ON_CARD:
+        assert decode(make_runner(path, "float32", graphs=False), texts, each) == whole
+
+
+def test_a_prefix_in_the_cache_is_as_good_as_a_prefill(tmp_path: Path) -> None:
+    runner = make_runner(directory("qwen3", tmp_path), "float32")
+    text = torch.randint(VOCAB, (100,)).tolist()
+    first = make_sequence(text, [0, 1], GREEDY)
+    [whole] = runner.execute([ScheduledRow(first, 100, True)])
+    second = make_sequence(text, [0, 5], GREEDY)
+    second.num_computed = 64
+    [again] = runner.execute([ScheduledRow(second, 36, True)])
+    assert whole is not None
+    assert again is not None
+    assert again.token_id == whole.token_id
+
+
+def test_a_row_that_is_not_a_number_fails_alone(tmp_path: Path) -> None:
+    runner = make_runner(directory("llama", tmp_path), "float32")
+    with torch.inference_mode():
+        runner._decoder._embedding[7] = torch.nan
+    texts = [[1, 2, 3], [4, 7], [5, 6]]
+    rows = [make_sequence(text, [at], GREEDY) for at, text in enumerate(texts)]
+    results = runner.execute([ScheduledRow(row, len(row.token_ids), True) for row in rows])
+    assert [_corrupt(each) for each in results] == [False, True, False]
+    for row, each in zip(rows, results, strict=True):
+        row.num_computed = len(row.token_ids)
+        row.token_ids.append(7 if row is rows[1] else each.token_id if each else 0)
+    results = runner.execute([ScheduledRow(row, 1, True) for row in rows])
+    assert [_corrupt(each) for each in results] == [False, True, False]
+
+
+def _corrupt(sampled: Sampled | None) -> bool:
+    assert sampled is not None
+    return sampled.corrupt
+
+
+@pytest.mark.skipif(ON_CARD, reason="it has a card")
+def test_a_machine_without_a_card_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="torch finds no CUDA card on this machine"):
+        devices.make_runner(tmp_path, WorkerSettings(device="cuda"))
+
+
+def test_a_head_that_no_kernel_takes_is_refused(tmp_path: Path) -> None:
+    raw = {"model_type": "llama", **_SIZES, "head_dim": 24, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match="not of 24"):
+        make_runner(tmp_path, "float32")

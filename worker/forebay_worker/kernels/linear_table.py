@@ -1,0 +1,107 @@
+"""Which product a layer takes for how many rows: cuBLAS's or `small_linear`, as measured here.
+
+cuBLAS loses where a weight is narrow and rows are few (2,048 -> 1,024 at one row on an H200: 11.8
+against 3.9 us), and wins for most others from 64 rows on. The table is filled once at start-up, by
+a graph over all weights of a shape, so that no weight is measured out of the cache. It knows shapes
+and times, not layers.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forebay_worker.kernels.small_linear import (
+    LinearConfig,
+    LinearScratch,
+    make_scratch,
+    small_linear,
+)
+
+ROWS = (1, 16, 32, 64)  # a size stands for those below it, down to the one before
+_PROGRAMS = 128  # about one per multiprocessor
+_LAUNCH_US = 1.5  # what a launch after another kernel costs, and one after an own kernel does not
+_MOST_BYTES = 1e9  # of one shape's weights: twenty times the L2 cache of an H200
+_REPLAYS = 5
+
+
+class Choice(NamedTuple):
+    """How `small_linear` is to be launched."""
+
+    config: LinearConfig
+    scratch: LinearScratch
+
+
+class LinearTable:
+    """Empty, and so always cuBLAS, until `measure`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._choices: dict[tuple[int, torch.Size], Choice] = {}
+
+    def find(self, rows: int, weight: Tensor) -> Choice | None:
+        """How to multiply `rows` rows by `weight` [N, K]; None: by cuBLAS."""
+        if rows > ROWS[-1]:
+            return None
+        size = next(size for size in ROWS if rows <= size)
+        return self._choices.get((size, weight.shape))
+
+    def measure(self, weights: Iterable[Tensor], most_rows: int) -> None:
+        """Chooses for each shape of the 16-bit matrices `weights`, which are all of a model's."""
+        by_shape: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+        for weight in weights:
+            if weight.itemsize == 2:  # tiles of float32 would not fit
+                by_shape[weight.shape].append(weight)
+        for shape, alike in by_shape.items():
+            count = max(1, int(_MOST_BYTES) // alike[0].nbytes)
+            for below, rows in pairwise((0, *ROWS)):
+                if below < most_rows:
+                    self._choose(rows, shape, alike[:count])
+
+    def _choose(self, rows: int, shape: torch.Size, weights: list[Tensor]) -> None:
+        config = _config(*shape)
+        scratch = make_scratch(shape[0], config, self._device)
+        x = torch.randn((rows, shape[1]), dtype=weights[0].dtype, device=self._device)
+        out = torch.empty((rows, shape[0]), dtype=x.dtype, device=self._device)
+        own = _seconds(lambda each: small_linear(x, each, out, scratch, config), weights)
+        theirs = _seconds(lambda each: functional.linear(x, each), weights)
+        if own < theirs + _LAUNCH_US * 1e-6:
+            self._choices[rows, shape] = Choice(config, scratch)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{rows}x{k}->{n}" for rows, (n, k) in sorted(self._choices))
+
+
+def _config(columns: int, depth: int) -> LinearConfig:
+    """The best of twenty on an H200 over the shapes of Qwen3 0.6B and 8B, as a rule.
+
+    Wide tiles where there are enough of them; a deep weight takes twice as many programs.
+    """
+    tile = 64 if columns >= 6144 or depth > 8192 else 32
+    wanted = _PROGRAMS * (2 if depth >= 4096 else 1)
+    splits = max(1, min(4, wanted // -(-columns // tile)))
+    return LinearConfig(tile_n=tile, tile_k=128, splits=splits, num_warps=4, num_stages=4)
+
+
+def _seconds(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
+    """Of one product, in a graph of one per weight; the best of five replays."""
+    for weight in weights[:1]:
+        product(weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            product(weight)
+    times: list[float] = []
+    for _ in range(_REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return min(times) / len(weights)
