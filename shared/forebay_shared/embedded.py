@@ -21,11 +21,15 @@ from pathlib import Path
 from urllib.parse import quote
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from forebay_shared.settings import Secret, StartError
 
 OLDEST = (7, 0, 5)
 """Streams of older releases lose entries in cases that matter here; commands are those of 7.0."""
+ONCE = Retry(NoBackoff(), 0)
+"""The library would try three times and wait seconds in between; whoever asks here asks again."""
 MAX_SOCKET_PATH = 100
 """Bytes. The kernel takes 107 on Linux, 103 on macOS."""
 
@@ -156,7 +160,7 @@ def server_version(server: Path) -> tuple[int, ...]:
 def check_server(url: Secret, source: str, timeout_s: float = 5.0) -> str:
     """The version of the Redis at `url`. Raises StartError, which names `source` and no secret."""
     try:
-        client = redis.Redis.from_url(url, socket_timeout=timeout_s)
+        client = redis.Redis.from_url(url, socket_timeout=timeout_s, retry=ONCE)
     except ValueError:
         raise StartError(f"{source}: not a redis://, rediss:// or unix:// URL") from None
     try:

@@ -94,9 +94,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=0, description="context window in tokens; 0: the model's own")
     ] = 0
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in a batch at most")] = 256
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="token budget of one step")] = (
-        2048
-    )
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=0, description="token budget of one step; 0: 8192 on CUDA, 256 on CPU")
+    ] = 0
     max_num_queued_reqs: Annotated[
         int, Meta(ge=1, description="requests waiting in the engine; more are refused with a 503")
     ] = 1024
@@ -106,7 +106,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[
         int, Meta(ge=0, description="size of the KV cache; 0: sized for you")
     ] = 0
-    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
+    block_size: Annotated[
+        int, Meta(ge=0, le=256, description="tokens per KV block; 0: 64 on CUDA, 16 on CPU")
+    ] = 0
     enable_prefix_caching: Annotated[
         bool, Meta(description="keep and reuse the KV blocks of earlier prompts")
     ] = True

@@ -13,6 +13,7 @@ import pytest
 import redis
 from forebay_shared import embedded
 from forebay_shared.embedded import (
+    ONCE,
     EmbeddedRedis,
     check_server,
     data_directory,
@@ -30,7 +31,7 @@ def running(private: EmbeddedRedis) -> Iterator["redis.Redis"]:
     process.stdin.write(private.config)
     process.stdin.close()
     try:
-        with redis.Redis.from_url(private.url, decode_responses=True) as client:
+        with redis.Redis.from_url(private.url, decode_responses=True, retry=ONCE) as client:
             _until_it_answers(client)
             yield client
     finally:
@@ -71,7 +72,7 @@ def test_it_listens_on_a_private_socket_only_and_keeps_what_is_written(
             assert config["maxmemory-policy"] == "noeviction"
             assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
             with pytest.raises(redis.AuthenticationError):
-                redis.Redis(unix_socket_path=str(socket)).ping()
+                redis.Redis(unix_socket_path=str(socket), retry=ONCE).ping()
             if sys.platform == "linux":
                 told = Path(f"/proc/{client.info('server')['process_id']}/cmdline").read_bytes()
                 assert config["requirepass"].encode() not in told

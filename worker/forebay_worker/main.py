@@ -56,7 +56,7 @@ async def serve(
         max_model_len=card.max_model_len,
     )
     metrics.cache_config(
-        block_size=settings.block_size,
+        block_size=card.block_size,
         enable_prefix_caching=settings.enable_prefix_caching,
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )

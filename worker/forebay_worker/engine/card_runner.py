@@ -27,7 +27,7 @@ from forebay_worker.models.registry import read_config
 _log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 64  # the prefill kernel's tile, which one copy of the bulk engine brings
-_CPU_BLOCK_SIZE = WorkerSettings().block_size
+TOKEN_BUDGET = 8192
 _GRAPH_BYTES = 16 * 2**20  # set aside for each graph, beyond the buffers that they share
 
 
@@ -50,14 +50,12 @@ class CardRunner:
         self._dtype = torch.bfloat16 if settings.dtype == "auto" else dtype_of(settings.dtype)
         self.config: ModelConfig = read_config(checkpoint)
         _check(self.config)
-        self.block_size = settings.block_size
-        if settings.block_size == _CPU_BLOCK_SIZE:
-            self.block_size = BLOCK_SIZE
+        self.block_size = settings.block_size or BLOCK_SIZE
+        self.token_budget = settings.max_num_batched_tokens or TOKEN_BUDGET
         self.vocab_size = self.config.vocab_size
         self.max_model_len = loading.max_model_len(self.config, settings)
         self._most_blocks = -(-self.max_model_len // self.block_size)
-        self._most_tokens = settings.max_num_batched_tokens
-        self._most_rows = batch_rows(settings)
+        self._most_rows = batch_rows(min(settings.max_num_seqs, self.token_budget))
         self._load(checkpoint, settings)
         self._inputs = self._new_inputs()
         self.num_blocks = self._count_blocks(settings)
@@ -152,7 +150,7 @@ class CardRunner:
             _log.info("products by own kernels: %s", self._ops.products)
 
     def _new_inputs(self) -> Staging:
-        tokens, rows = self._most_tokens, self._most_rows
+        tokens, rows = self.token_budget, self._most_rows
         return Staging(
             {
                 "token_ids": ("i8", tokens),
@@ -201,7 +199,7 @@ class CardRunner:
         _log.info(
             "of %.1f GiB: %.2f in use with the weights, %.2f for a step of %d tokens, "
             "%.2f for graphs, %.2f for the KV cache",
-            total / GIB, (total - free) / GIB, activations / GIB, self._most_tokens,
+            total / GIB, (total - free) / GIB, activations / GIB, self.token_budget,
             graphs / GIB, room / GIB,
         )  # fmt: skip
         return room
@@ -211,8 +209,8 @@ class CardRunner:
         """A prefill of the most tokens, and the most rows sampled, that store no KV and read one
         block again and again."""
         arrays = self._inputs.host
-        length = min(self._most_tokens, self.max_model_len)
-        rows = max(1, min(self._most_tokens // length, self._most_rows))
+        length = min(self.token_budget, self.max_model_len)
+        rows = max(1, min(self.token_budget // length, self._most_rows))
         tokens = rows * length
         arrays["positions"][:tokens] = np.tile(np.arange(length), rows)
         arrays["kv_slots"][:tokens] = -1
@@ -232,9 +230,8 @@ class CardRunner:
         _log.info("graphs took %.2f GiB, %.2f are left", (free - left) / GIB, left / GIB)
 
 
-def batch_rows(settings: WorkerSettings) -> int:
+def batch_rows(most: int) -> int:
     """Rows that every buffer has room for: the most of a step, to the next full batch size."""
-    most = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     return -(-most // 8) * 8
 
 

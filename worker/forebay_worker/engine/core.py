@@ -78,7 +78,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=settings.max_num_seqs,
-            token_budget=settings.max_num_batched_tokens,
+            token_budget=settings.max_num_batched_tokens or runner.token_budget,
         )
         self._runner = runner
         self._limits = limits

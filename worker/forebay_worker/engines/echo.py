@@ -45,6 +45,7 @@ from forebay_worker.engines.echo_model import CHAT_TEMPLATE, END, SPACE, SPECIAL
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_LEN = 32_768
+BLOCK_SIZE = 16
 _FAR = -100.0
 
 
@@ -127,7 +128,7 @@ class EchoEngine:
             tokenizer=content_hash(self._tokenizer),
             vocab_size=256 + len(SPECIALS),
             max_model_len=self._settings.max_model_len or DEFAULT_MODEL_LEN,
-            block_size=self._settings.block_size,
+            block_size=self._settings.block_size or BLOCK_SIZE,
             created=int(time.time()),
             eos_token_ids=(END,),
             chat_template=content_hash(template),
