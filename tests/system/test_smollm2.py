@@ -3,8 +3,9 @@
 import importlib.util
 from collections.abc import Iterator
 
+import openai
 import pytest
-from serve_house import Serve, starting
+from serve_house import Serve, starting, until
 
 pytestmark = [
     pytest.mark.system,
@@ -46,3 +47,17 @@ def test_the_same_prompt_again_is_taken_from_the_prefix_cache(server: Serve) -> 
                 model=server.model, messages=long, temperature=0, max_tokens=1
             )
     assert answer.usage.prompt_tokens_details.cached_tokens > 100
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_in_a_long_prefill_frees_the_engine(
+    server: Serve, stream: bool
+) -> None:
+    """Some 6,000 tokens are many steps of work: the cancel is heard between two of them."""
+    words = " ".join(str(number) for number in range(2000 + stream, 3200))
+    with server.client(timeout=openai.Timeout(60, read=1.0)) as client:
+        with pytest.raises(openai.APITimeoutError):
+            list(client.completions.create(model=server.model, prompt=words, stream=stream))
+        until(lambda: server.metric("vllm:num_requests_running") == 0)
+    assert server.metric("vllm:prompt_tokens_total") < 3000, "the prefill was over before"
+    assert server.metric("vllm:kv_cache_usage_perc") == 0

@@ -102,7 +102,7 @@ BROKEN = [
 def test_broken_grammars_are_a_400_each_on_every_route_and_the_engine_lives(
     server: Serve, client: openai.OpenAI
 ) -> None:
-    workers = {child.pid for child in server.children("worker")}
+    workers = {child.pid for child in server.children("forebay_shared.cli worker")}
     chat = {"model": server.model, "messages": QUESTION, "max_tokens": 5}
     text = {"model": server.model, "prompt": "x", "max_tokens": 5}
     for fields in BROKEN:
@@ -116,4 +116,4 @@ def test_broken_grammars_are_a_400_each_on_every_route_and_the_engine_lives(
             assert (caught.value.param or "").split(".")[0] in fields, fields
             assert monotonic() - began < 10
     assert client.chat.completions.create(**chat).usage.completion_tokens > 0
-    assert workers <= {child.pid for child in server.children("worker")}
+    assert workers <= {child.pid for child in server.children("forebay_shared.cli worker")}
