@@ -18,7 +18,7 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types contracts format bench clean
+.PHONY: help serve test coverage lint types contracts format bench clean
 
 help:  ## Show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ serve: $(RUNTIME)  ## Serve a model on http://127.0.0.1:PORT/v1 (PORT, MODEL, AP
 
 test: $(DEV)  ## Run every test (ARGS are pytest's)
 	@$(BIN)/python -m pytest $(ARGS)
+
+coverage: $(DEV)  ## Run the tests and show branch coverage, of the processes they start too
+	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
 
 lint: $(DEV)  ## Check style and format
 	@$(BIN)/ruff check .
