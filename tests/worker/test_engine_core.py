@@ -149,6 +149,16 @@ def test_an_expired_request_fails_before_it_costs_a_step() -> None:
     assert not any(row.sequence.request_id == "late" for rows in runner.batches for row in rows)
 
 
+def test_deadlines_may_be_equal_and_are_forgotten_once_a_request_is_served() -> None:
+    core, now = make_core(FakeRunner()), monotonic()
+    for at in range(9):
+        core.submit(make_submit(f"r{at}", PROMPT, queue_timeout_ms=60_000), now)
+    messages = run(core)
+    assert sum(isinstance(message, Done) for message in messages) == 9
+    core.step()
+    assert core.next_deadline is None
+
+
 def test_a_request_that_has_started_is_never_dropped_for_its_queue_time() -> None:
     core = make_core(FakeRunner())
     core.submit(make_submit("r", PROMPT, queue_timeout_ms=50), monotonic())

@@ -210,6 +210,7 @@ class EngineCore:
         self._num_queued += 1
         if submit.queue_timeout_ms > 0:
             deadline = arrived + submit.queue_timeout_ms / 1000
+            self._serial += 1  # two deadlines may be equal
             heappush(self._deadlines, (deadline, self._serial, request))
         return request
 
@@ -259,9 +260,14 @@ class EngineCore:
             self._ended.popitem(last=False)
 
     def _drop_expired(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, request = heappop(self._deadlines)
-            if not request.started and request.sequences:
+        """Fails what has waited too long; forgets the deadlines of what waits no more."""
+        while self._deadlines:
+            deadline, _, request = self._deadlines[0]
+            waits = bool(request.sequences) and not request.started
+            if waits and deadline > now:
+                return
+            heappop(self._deadlines)
+            if waits:
                 self._fail(request, DeadlineError("The request waited too long for its turn."))
 
     def _announce(self, plan: Plan, now: float) -> None:
