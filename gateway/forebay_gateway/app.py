@@ -14,6 +14,7 @@ from forebay_gateway.api.errors import ClientGoneError, envelope, foreseen
 from forebay_gateway.api.health import health_routes
 from forebay_gateway.api.openai.routes import generation_apps, generation_routes, model_routes
 from forebay_gateway.api.openai.service import OpenAIService
+from forebay_gateway.api.openai.turns import Turns
 from forebay_gateway.api.ports import Services
 from forebay_gateway.auth import Keyring
 from forebay_gateway.interpret import Interpreter
@@ -26,7 +27,7 @@ def create_app(
     """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
     renderers = Renderers(backend.store.blob)
     interpreter = Interpreter(settings.tool_call_parser, settings.reasoning_parser)
-    service = OpenAIService(backend, renderers, interpreter)
+    service = OpenAIService(Turns(backend, renderers, interpreter))
 
     async def warm() -> None:
         await renderers.warm(backend.roster.cards())

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from forebay_gateway.api.openai.answers import EARLY_S
+from forebay_gateway.api.answers import EARLY_S
 from forebay_gateway.server import MAX_HEADERS
 from forebay_shared.errors import EngineError, NoWorkerError
 from forebay_shared.settings import GatewaySettings, Secret

@@ -37,6 +37,7 @@ class EventStream:
     async def end(self, events: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
-    async def fail(self, error: ForebayError) -> None:
-        """The error as the last event; no finish reason is made up for it."""
-        await self.end(b"data: " + envelope(error) + b"\n\n")
+
+def failure(error: ForebayError) -> bytes:
+    """An error as the last event of a stream; no finish reason is made up for it."""
+    return b"data: " + envelope(error) + b"\n\n"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 from forebay_shared.wire import TokenLogprobs
 
-from forebay_gateway.api.openai.generate import Update
+from forebay_gateway.api.transcript import Update
 from forebay_gateway.output import Vocabulary
 
 FLOOR = -9999.0

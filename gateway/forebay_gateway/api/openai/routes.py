@@ -11,7 +11,8 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from forebay_gateway.api.body import read_json_body
 from forebay_gateway.api.edge import caller, raw_headers
-from forebay_gateway.api.openai.service import OpenAIService, find_model
+from forebay_gateway.api.openai.service import OpenAIService
+from forebay_gateway.api.openai.turns import find_model
 from forebay_gateway.api.ports import Models
 from forebay_gateway.api.respond import Answer
 

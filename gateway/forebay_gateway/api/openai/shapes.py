@@ -10,9 +10,11 @@ from enum import Enum
 from typing import ClassVar, Protocol
 
 import msgspec
+from forebay_shared.errors import ForebayError
 
+from forebay_gateway.api import sse
 from forebay_gateway.api.openai import chat_parts
-from forebay_gateway.api.openai.generate import FinishReason, Update, Usage
+from forebay_gateway.api.transcript import FinishReason, Update, Usage
 from forebay_gateway.parts import Collected
 
 _encode = msgspec.json.Encoder().encode
@@ -51,7 +53,7 @@ class LogprobsWriter(Protocol):
 
 
 class Shape(ABC):
-    """What chat and text completions have in common. One instance writes one answer.
+    """What chat and text completions have in common: an `answers.Writer` of one answer.
 
     `echoes` holds the text that goes in front of each choice: its prompt, when that was asked for.
     """
@@ -70,7 +72,7 @@ class Shape(ABC):
         self._identity = identity
         self._logprobs = logprobs
         self._echoes = echoes
-        self.usage_fields = usage_fields
+        self._usage_fields = usage_fields
         self._head = b"data: " + self._opening(self.chunk_object) + b',"choices":['
         self._tail = b"]}\n\n" if usage_fields is UsageFields.NEVER else b'],"usage":null}\n\n'
 
@@ -83,8 +85,15 @@ class Shape(ABC):
             _encode(identity.model),
         )
 
+    @property
+    def running_usage(self) -> bool:
+        return self._usage_fields is UsageFields.ALWAYS
+
+    def opening(self, size: int, usage: Usage | None) -> bytes:
+        return b"".join([self._first(index, usage) for index in range(size)])
+
     @abstractmethod
-    def opening(self, index: int, usage: Usage | None) -> bytes:
+    def _first(self, index: int, usage: Usage | None) -> bytes:
         """The event that comes before any token of a choice, if there is one."""
 
     @abstractmethod
@@ -135,8 +144,13 @@ class Shape(ABC):
             tail,
         )
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + _usage(usage) + b"}\n\n"
+    def closing(self, usage: Usage) -> bytes:
+        if self._usage_fields is UsageFields.NEVER:
+            return sse.DONE
+        return self._head + b'],"usage":' + _usage(usage) + b"}\n\n" + sse.DONE
+
+    def failure(self, error: ForebayError) -> bytes:
+        return sse.failure(error)
 
     def whole(
         self, answers: Sequence[Collected], reasons: Sequence[FinishReason], usage: Usage
@@ -168,7 +182,7 @@ class ChatShape(Shape):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def opening(self, index: int, usage: Usage | None) -> bytes:
+    def _first(self, index: int, usage: Usage | None) -> bytes:
         delta = b'"delta":{"role":"assistant","content":""}'
         return self._event(index, delta, b"null", b"null", usage)
 
@@ -192,7 +206,7 @@ class CompletionShape(Shape):
     chunk_object = "text_completion"
     whole_object = "text_completion"
 
-    def opening(self, index: int, usage: Usage | None) -> bytes:
+    def _first(self, index: int, usage: Usage | None) -> bytes:
         if not self._echoes:
             return b""
         return self._event(index, self._delta(self._echoes[index]), b"null", b"null", usage)

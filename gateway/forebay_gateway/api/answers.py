@@ -1,22 +1,23 @@
-"""Runs a transcript and writes it, whole or as an event stream.
+"""Runs a transcript and writes it, whole or as an event stream, in any dialect.
 
-Both end the work when the client leaves. It knows no request fields and no model.
+Both end the work when the client leaves. It knows no request fields, no model and no JSON: a
+`Writer` gives the bytes.
 """
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
-from forebay_shared.errors import OverloadedError
+from forebay_shared.errors import ForebayError, OverloadedError
 from litestar.types import Receive, Scope, Send
 from prometheus_client import Gauge
 
 from forebay_gateway.api.connection import WhileConnected
 from forebay_gateway.api.errors import ClientGoneError, foreseen
-from forebay_gateway.api.openai.generate import FinishReason, Transcript, Update, Usage
-from forebay_gateway.api.openai.shapes import Shape, UsageFields
 from forebay_gateway.api.respond import Answer
-from forebay_gateway.api.sse import DONE, EventStream
+from forebay_gateway.api.sse import EventStream
+from forebay_gateway.api.transcript import FinishReason, Transcript, Update, Usage
 from forebay_gateway.parts import Collected
 
 EARLY_S = 0.25
@@ -27,12 +28,45 @@ it the client gets its role chunk, so that no watchdog fires while the request q
 """
 
 
+class Writer(Protocol):
+    """One answer in a dialect's bytes. `running_usage`: every event wants the usage so far."""
+
+    @property
+    def running_usage(self) -> bool: ...
+
+    def opening(self, size: int, usage: Usage | None) -> bytes:
+        """The events before any token of an answer with `size` choices."""
+        ...
+
+    def events(self, update: Update, usage: Usage | None) -> bytes:
+        """The events of what one choice got; `usage` is given when `running_usage` asks for it."""
+        ...
+
+    def closing(self, usage: Usage) -> bytes:
+        """The events after the last choice has ended."""
+        ...
+
+    def failure(self, error: ForebayError) -> bytes:
+        """The last events of a stream that breaks off."""
+        ...
+
+    def collect(self, update: Update) -> None:
+        """Keeps of an update what `whole` needs beside text and parts."""
+        ...
+
+    def whole(
+        self, answers: Sequence[Collected], reasons: Sequence[FinishReason], usage: Usage
+    ) -> bytes:
+        """The answer in one JSON object."""
+        ...
+
+
 class WholeAnswer:
     """An answer in one JSON object."""
 
-    def __init__(self, transcript: Transcript, shape: Shape) -> None:
+    def __init__(self, transcript: Transcript, writer: Writer) -> None:
         self._transcript = transcript
-        self._shape = shape
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         transcript = self._transcript
@@ -43,10 +77,10 @@ class WholeAnswer:
                 for update in await transcript.advance():
                     answers[update.index].add_text(update.text)
                     answers[update.index].add(update.parts)
-                    self._shape.collect(update)
+                    self._writer.collect(update)
                     if update.reason is not None:
                         reasons[update.index] = update.reason
-        body = self._shape.whole(
+        body = self._writer.whole(
             answers,
             [reasons[index] for index in range(transcript.size)],
             transcript.usage,
@@ -63,12 +97,12 @@ class StreamedAnswer:
     def __init__(
         self,
         transcript: Transcript,
-        shape: Shape,
+        writer: Writer,
         open_streams: Gauge,
         early_s: float | None = EARLY_S,
     ) -> None:
         self._transcript = transcript
-        self._shape = shape
+        self._writer = writer
         self._open_streams = open_streams
         self._early_s = early_s
 
@@ -84,30 +118,30 @@ class StreamedAnswer:
         except asyncio.CancelledError:
             # The process ends and the drain time is over: say so, rather than just breaking off.
             if stream.started:
-                await stream.fail(OverloadedError("The server is shutting down."))
+                await stream.end(
+                    self._writer.failure(OverloadedError("The server is shutting down."))
+                )
             raise
         except Exception as error:
             if not stream.started:
                 raise
-            await stream.fail(foreseen(error)[0])
+            await stream.end(self._writer.failure(foreseen(error)[0]))
 
     async def _write(self, stream: EventStream) -> None:
-        transcript, shape = self._transcript, self._shape
+        transcript, writer = self._transcript, self._writer
         updates = await self._early()
-        usage = self._running_usage()
-        opening = b"".join([shape.opening(index, usage) for index in range(transcript.size)])
+        opening = writer.opening(transcript.size, self._running_usage())
         events = opening + self._events(updates)
         while not transcript.done:
             if events or not stream.started:
                 await stream.write(events)
             events = self._events(await transcript.advance())
-        if shape.usage_fields is not UsageFields.NEVER:
-            events += shape.usage_event(transcript.usage)
-        if not stream.started:
-            await stream.write(events + DONE)
-            await stream.end()
+        events += writer.closing(transcript.usage)
+        if stream.started:
+            await stream.end(events)
         else:
-            await stream.end(events + DONE)
+            await stream.write(events)
+            await stream.end()
 
     async def _early(self) -> list[Update]:
         try:
@@ -120,12 +154,11 @@ class StreamedAnswer:
         if not updates:
             return b""
         usage = self._running_usage()
-        return b"".join([self._shape.events(update, usage) for update in updates])
+        return b"".join([self._writer.events(update, usage) for update in updates])
 
     def _running_usage(self) -> Usage | None:
         """What every event is to carry; None when only the last one does, or none."""
-        wanted = self._shape.usage_fields is UsageFields.ALWAYS
-        return self._transcript.usage if wanted else None
+        return self._transcript.usage if self._writer.running_usage else None
 
 
 @contextmanager

@@ -1,0 +1,195 @@
+"""A chat request made ready to run: the way of every dialect that speaks in messages.
+
+The other dialects translate what they get into a ChatRequest and come here, so that a model, its
+template, its tools and its limits mean the same in each of them. It knows no answer and no Redis.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from forebay_shared.errors import InvalidRequestError, ModelNotFoundError
+from forebay_shared.models import CAP_GRAMMAR, ModelCard
+from forebay_shared.sampling import SamplingParams
+from forebay_shared.template import Json
+from litestar.types import ASGIApp
+from msgspec.structs import replace
+
+from forebay_gateway.api.answers import EARLY_S, StreamedAnswer, WholeAnswer, Writer
+from forebay_gateway.api.openai import params
+from forebay_gateway.api.openai.messages import conversation
+from forebay_gateway.api.openai.schema import ChatRequest, GenerationRequest
+from forebay_gateway.api.openai.tools import tool_use
+from forebay_gateway.api.ports import Models, Services
+from forebay_gateway.api.transcript import Transcript
+from forebay_gateway.dispatch import Job
+from forebay_gateway.interpret import Interpreter, Reading
+from forebay_gateway.prompt import (
+    Message,
+    Renderer,
+    Renderers,
+    TemplateOptions,
+    context_length_error,
+)
+from forebay_gateway.tools.base import ToolUse
+
+MAX_SHOWN_NAME = 100
+
+
+class Turn(NamedTuple):
+    """One chat request, valid as a whole: `job` says what to generate, `reading` how to read it.
+
+    `logprobs` is how many alternatives per token were asked for, None when none.
+    """
+
+    request: ChatRequest
+    renderer: Renderer
+    job: Job
+    reading: Reading
+    logprobs: int | None
+
+
+class Turns:
+    """From messages to work."""
+
+    def __init__(
+        self, backend: Services, renderers: Renderers, interpreter: Interpreter | None = None
+    ) -> None:
+        self.backend = backend
+        self.renderers = renderers
+        self._interpreter = interpreter or Interpreter()
+
+    async def prepare(self, request: ChatRequest, *, answer_id: str, team: str, size: int) -> Turn:
+        """`size` is the body's, in bytes: large ones are worked on in a thread.
+
+        Raises ForebayError for everything that is wrong with the request.
+        """
+        card = find_model(self.backend.roster, request.model)
+        use = tool_use(
+            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
+        )
+        if use is not None and use.forced:
+            params.need(card, CAP_GRAMMAR, "tool_choice")
+        options = _template_options(request, use)
+        logprobs = params.chat_logprobs(request, card)
+        renderer = await self.renderers.get(card)
+        prompt = await self.renderers.run(
+            lambda: renderer.chat(_conversation(request, card), options), size
+        )
+        sampling = params.sampling_params(
+            request,
+            card,
+            room=room(card, prompt, "messages"),
+            limit=params.chat_limit(request),
+            logprobs=logprobs,
+        )
+        thinks = sampling.grammar is None and options.kwargs.get("enable_thinking") is not False
+        reading = self._interpreter.reading(renderer, prompt, use, thinks=thinks)
+        if reading.grammar is not None:
+            sampling = replace(sampling, grammar=reading.grammar)
+        job = new_job(answer_id, request, card, prompt, sampling, team)
+        return Turn(request, renderer, job, reading, logprobs)
+
+    def run(self, request: GenerationRequest, jobs: Sequence[Job], reading: Reading) -> Transcript:
+        """The jobs' transcript; their work begins when it is entered."""
+        options = params.output_options(request)
+        return Transcript(
+            self.backend.dispatcher,
+            jobs,
+            lambda: reading.output(options),
+            include_stop=options.include_stop,
+        )
+
+    def answer(
+        self, request: GenerationRequest, jobs: Sequence[Job], reading: Reading, writer: Writer
+    ) -> ASGIApp:
+        """The answer to one HTTP request, whole or streamed, in the writer's dialect."""
+        transcript = self.run(request, jobs, reading)
+        if not request.stream:
+            return WholeAnswer(transcript, writer)
+        # Without any worker a 503 may be the answer, however late: then no status goes out before.
+        early_s = EARLY_S if self.backend.roster.ready else None
+        return StreamedAnswer(transcript, writer, self.backend.telemetry.open_streams, early_s)
+
+
+def find_model(roster: Models, name: str) -> ModelCard:
+    """The card that serves `name`. Raises ModelNotFoundError that names it, NoWorkerError."""
+    try:
+        return roster.find(name)
+    except ModelNotFoundError:
+        shown = name[:MAX_SHOWN_NAME]
+        raise ModelNotFoundError(
+            f"The model '{shown}' does not exist or is not served here.", param="model"
+        ) from None
+
+
+def room(card: ModelCard, prompt: Sequence[int], param: str) -> int:
+    """How many tokens the context leaves behind the prompt."""
+    if not prompt:
+        raise InvalidRequestError(f"{param} gives no token.", param=param)
+    room = card.max_model_len - len(prompt)
+    if room <= 0:
+        raise context_length_error(len(prompt), card.max_model_len, param)
+    return room
+
+
+def new_job(
+    request_id: str,
+    request: GenerationRequest,
+    card: ModelCard,
+    prompt: list[int],
+    sampling: SamplingParams,
+    team: str,
+) -> Job:
+    return Job(
+        request_id=request_id,
+        card=card,
+        prompt=prompt,
+        sampling=sampling,
+        n=request.n or 1,
+        cache_salt=params.cache_salt(request),
+        team=team,
+        priority=request.priority or 0,
+    )
+
+
+def new_id(kind: str) -> str:
+    """An id that nobody can guess."""
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def _template_options(request: ChatRequest, use: ToolUse | None) -> TemplateOptions:
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude each other.",
+            param="continue_final_message",
+        )
+    kwargs = request.chat_template_kwargs or {}
+    if len(kwargs) > 32:
+        raise InvalidRequestError(
+            "chat_template_kwargs may hold at most 32 values.", param="chat_template_kwargs"
+        )
+    return TemplateOptions(
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continue_final_message=continues,
+        kwargs={**_effort(request), **kwargs},
+        tools=use.described() if use else [],
+    )
+
+
+def _effort(request: ChatRequest) -> dict[str, Json]:
+    """How hard to think, under the names by which templates know it."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+
+
+def _conversation(request: ChatRequest, card: ModelCard) -> list[Message]:
+    """The messages for the template, unless they are too many: each takes a token at least."""
+    number = len(request.messages)
+    if number >= card.max_model_len:
+        raise context_length_error(f"at least {number}", card.max_model_len, "messages")
+    return conversation(request.messages)
