@@ -9,7 +9,7 @@ from time import monotonic
 
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
-from forebay_shared.wire import SequenceStart, Submit, pack_ids
+from forebay_shared.wire import SequenceStart, Submit, TokenLogprobs, pack_ids
 from forebay_worker.engine.batch import Sampled, ScheduledRow
 from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.intake import Limits
@@ -35,6 +35,7 @@ class FakeRunner:
         self.token_budget = 2048
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.scores_prompts = True
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.corrupt: set[str] = set()
         self.poison: set[str] = set()
@@ -64,13 +65,15 @@ class FakeRunner:
                 continue
             before = self._read(slots[position - 1]) if position else 0
             self.kv[slots[position]] = _kv(before, sequence.token_ids[position], position)
+        scores = [score(self._read(slots[position]), position) for position in row.scored]
         if not row.samples:
-            return None
+            return Sampled(0, scores=scores) if scores else None
         assert end == len(sequence.token_ids)
         if bad:
             return Sampled(0, corrupt=True)
         state = _fold([self._read(slot) for slot in slots[:end]])
-        return Sampled(_pick(state, sequence.seed, end, sequence.banned_ids(), self.vocab_size))
+        token = _pick(state, sequence.seed, end, sequence.banned_ids(), self.vocab_size)
+        return Sampled(token, scores=scores)
 
     def _read(self, slot: int) -> int:
         kv = self.kv[slot]
@@ -95,6 +98,20 @@ def _pick(state: int, seed: int, position: int, banned: tuple[int, ...], vocab_s
     while token in banned:
         token = (token + 1) % vocab_size
     return token
+
+
+def score(kv: int, position: int) -> TokenLogprobs:
+    """Of the token after `position`."""
+    return TokenLogprobs(-(kv % 1000) / 100, [(position, 0.0)], rank=1)
+
+
+def expected_scores(prompt: list[int]) -> list[TokenLogprobs]:
+    """Of every token of a prompt but the first."""
+    kv, scores = 0, list[TokenLogprobs]()
+    for position, token in enumerate(prompt[:-1]):
+        kv = _kv(kv, token, position)
+        scores.append(score(kv, position))
+    return scores
 
 
 def expected(

@@ -172,7 +172,7 @@ class Generation:
             attempt=self._attempts,
             gateway=self._dispatcher.gateway,
             prompt=pack_ids(job.prompt),
-            sampling=job.sampling,
+            sampling=self._sampling(),
             starts=self._ledger.starts(),
             cache_salt=job.cache_salt,
             team=job.team,
@@ -180,6 +180,13 @@ class Generation:
             priority=job.priority,
             queue_timeout_ms=self._dispatcher.queue_timeout_ms,
         )
+
+    def _sampling(self) -> SamplingParams:
+        """The job's. What is known of the prompt's log-probabilities is not computed again."""
+        sampling = self.job.sampling
+        if sampling.prompt_logprobs is None or self._ledger.scored < len(self.job.prompt) - 1:
+            return sampling
+        return msgspec.structs.replace(sampling, prompt_logprobs=None)
 
     def _recover(self, placement: Placement) -> bool:
         """Looks at what went wrong; True when the attempt was given up for another one."""

@@ -13,13 +13,14 @@ from forebay_shared.wire import (
     Delta,
     Done,
     Failed,
+    PromptLogprobs,
     Reply,
     SequenceStart,
     Started,
     pack_ids,
 )
 
-Event = Started | Delta | Done
+Event = Started | PromptLogprobs | Delta | Done
 
 
 class _Track:
@@ -35,15 +36,15 @@ class Ledger:
 
     `begun` once anything ran. Of the current attempt: `accepted`; `lost`, why it must be made
     again; `failed`, how the worker gave it up. `repeated` counts the deltas that were dropped as
-    old.
+    old, `scored` the prompt tokens whose log-probabilities have come.
     """
 
-    __slots__ = ("_open", "accepted", "begun", "failed", "lost", "repeated")
+    __slots__ = ("_open", "accepted", "begun", "failed", "lost", "repeated", "scored")
 
     def __init__(self, n: int) -> None:
         self._open = {index: _Track() for index in range(n)}
         self.begun = False
-        self.repeated = 0
+        self.repeated = self.scored = 0
         self.begin()
 
     def begin(self) -> None:
@@ -82,6 +83,8 @@ class Ledger:
                 self.accepted = True
             elif isinstance(reply, Failed):
                 self.failed = reply
+            elif isinstance(reply, PromptLogprobs):
+                self._scores(reply, events)
             elif (track := self._open.get(reply.index)) is None:
                 continue
             elif isinstance(reply, Done):
@@ -112,6 +115,16 @@ class Ledger:
             )
         emitted.extend(delta.token_ids)
         events.append(delta)
+
+    def _scores(self, scores: PromptLogprobs, events: list[Event]) -> None:
+        known = self.scored + 1 - scores.offset
+        if known < 0:
+            self.lost = "gap"
+        elif known < len(scores.entries):
+            entries = scores.entries[known:]
+            scores = msgspec.structs.replace(scores, offset=self.scored + 1, entries=entries)
+            self.scored += len(entries)
+            events.append(scores)
 
     def _done(self, done: Done, events: list[Event]) -> None:
         if done.finish_reason == "abort":

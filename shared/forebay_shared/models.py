@@ -14,6 +14,7 @@ CAP_LOGPROBS = "logprobs"
 CAP_PENALTIES = "penalties"
 CAP_LOGIT_BIAS = "logit_bias"
 CAP_GRAMMAR = "grammar"
+CAP_PROMPT_LOGPROBS = "prompt_logprobs"
 CAP_GENERATE = "generate"
 
 

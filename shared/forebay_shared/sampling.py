@@ -57,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     logprobs: int | None = None
     """Alternatives per token (0..20), or None for no log-probabilities at all."""
     prompt_logprobs: int | None = None
+    """Alternatives per prompt token (0..20), or None for no log-probabilities of the prompt."""
     grammar: Grammar | None = None
 
     @property

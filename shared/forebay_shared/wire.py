@@ -5,12 +5,14 @@ a reader counts and drops what it does not know. Token ids of prompts travel as 
 uint32, those of a step as a short list.
 
     gateway -> worker   Submit, Cancel                          on keys.work(worker)
-    worker -> gateway   Accepted, Started, Delta, Done, Failed  on keys.reply(gateway)
+    worker -> gateway   Accepted, Started, PromptLogprobs,
+                        Delta, Done, Failed                     on keys.reply(gateway)
     worker -> all       Beacon, Farewell                        on keys.roster()
 
-For one sequence of a request the order is: Accepted, Started, Delta*, then exactly one Done; Failed
-ends every sequence of the request that is not done, and may come at any point. A receiver drops
-what carries another attempt than its own.
+For one sequence of a request the order is: Accepted, Started, Delta*, then exactly one Done. The
+PromptLogprobs of a request come before the first Delta of the first of its sequences. Failed ends
+every sequence of the request that is not done, and may come at any point. A receiver drops what
+carries another attempt than its own.
 """
 
 import sys
@@ -97,10 +99,14 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability of the token and of the most likely ones, as (id, logprob), best first."""
+    """Log-probability of the token and of the most likely ones, as (id, logprob), best first.
+
+    `rank` is the token's place among all of the vocabulary, from 1; 0 where nobody counted.
+    """
 
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 0
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="a"):
@@ -119,6 +125,17 @@ class Started(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="b"):
     cached_tokens: int
     queued_ms: float
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Never sent: they come as PromptLogprobs, when they have been computed."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="p"):
+    """Log-probabilities of a request's prompt tokens from position `offset` on, which is at least
+    1: nothing comes before the first token. Sent once for all of the request's sequences."""
+
+    request_id: str
+    attempt: int
+    offset: int
+    entries: list[TokenLogprobs]
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="d"):
@@ -154,7 +171,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="f"):
     param: str | None = None
 
 
-Reply = Accepted | Started | Delta | Done | Failed
+Reply = Accepted | Started | PromptLogprobs | Delta | Done | Failed
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -1,7 +1,18 @@
 """The ledger passes each token once and in order, whatever is repeated, cut again or missing."""
 
 from forebay_gateway.ledger import Ledger
-from forebay_shared.wire import Delta, Done, Failed, Reply, SequenceStart, Started, Usage, pack_ids
+from forebay_shared.wire import (
+    Delta,
+    Done,
+    Failed,
+    PromptLogprobs,
+    Reply,
+    SequenceStart,
+    Started,
+    TokenLogprobs,
+    Usage,
+    pack_ids,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,3 +78,17 @@ def test_a_failure_is_kept_and_ends_nothing_by_itself() -> None:
     assert ledger.fold([failed]) == []
     assert ledger.failed == failed
     assert ledger.open
+
+
+def test_log_probabilities_of_a_prompt_pass_once_over_all_attempts() -> None:
+    def scores(attempt: int, offset: int, *values: float) -> PromptLogprobs:
+        return PromptLogprobs("r", attempt, offset, [TokenLogprobs(value) for value in values])
+
+    ledger = Ledger(2)
+    assert ledger.fold([scores(1, 1, -1, -2)]) == [scores(1, 1, -1, -2)]
+    assert ledger.fold([scores(1, 1, -1, -2), scores(1, 4, -4)]) == []
+    assert ledger.lost == "gap"
+    ledger.begin()
+    again = ledger.fold([scores(2, 1, -1), scores(2, 2, -2, -3), scores(2, 4, -4)])
+    assert again == [scores(2, 3, -3), scores(2, 4, -4)]
+    assert ledger.scored == 4

@@ -105,7 +105,9 @@ def test_what_cannot_run_is_refused_with_its_code_and_parameter(
         "sampling": SamplingParams(),
         **change,
     }
-    core = make_core(FakeRunner())
+    runner = FakeRunner()
+    runner.scores_prompts = False
+    core = make_core(runner)
     failed = refusal(core, Submit(**fields))
     assert (failed.code, failed.param, failed.retryable) == (code, param, False)
     assert len(run(core, make_submit("next", PROMPT))) > 2

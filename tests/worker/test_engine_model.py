@@ -62,6 +62,7 @@ class Narrow:
         self.token_budget = runner.token_budget
         self.max_model_len = runner.max_model_len
         self.vocab_size = runner.vocab_size
+        self.scores_prompts = runner.scores_prompts
 
     def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
         return self._runner.execute(rows)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 
 import pytest
-from engine_fakes import EOS, FakeRunner, expected, make_core, make_submit
+from engine_fakes import EOS, FakeRunner, expected, expected_scores, make_core, make_submit
 from forebay_shared.blocks import chain
 from forebay_shared.sampling import SamplingParams
-from forebay_shared.wire import Delta, Done, Failed, Started
+from forebay_shared.wire import Delta, Done, Failed, PromptLogprobs, Started, TokenLogprobs
 from forebay_worker.engine.intake import Limits
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -30,6 +30,7 @@ samplings = st.builds(
     seed=st.integers(0, 3),
     ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), (), (), tuple(range(2, 8))]),
+    prompt_logprobs=st.sampled_from([None, None, None, 0]),
 )
 
 
@@ -74,6 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.limits = Limits.of(self.runner, (EOS,))
         self.submits: dict[str, tuple[list[int], SamplingParams, dict[int, list[int]]]] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.accepted: set[str] = set()
         self.started: set[tuple[str, int]] = set()
         self.ends: dict[tuple[str, int], list[Done | Failed]] = defaultdict(list)
@@ -175,6 +177,10 @@ class EngineMachine(RuleBasedStateMachine):
                     key = (message.request_id, message.index)
                     assert key not in self.started
                     self.started.add(key)
+                case PromptLogprobs():
+                    scores = self.scores[message.request_id]
+                    assert message.offset == len(scores) + 1
+                    scores += message.entries
                 case Delta():
                     key = (message.request_id, message.index)
                     assert key in self.started
@@ -227,6 +233,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert tokens == output[: len(tokens)]
         if isinstance(end, Failed):
             return
+        if index == 0 and end.finish_reason != "abort":
+            asked = sampling.prompt_logprobs is not None
+            assert self.scores[name] == (expected_scores(prompt) if asked else [])
         assert end.usage.prompt_tokens == len(prompt)
         assert end.usage.completion_tokens == len(tokens) + (end.stop_token is not None)
         if end.finish_reason == "abort":

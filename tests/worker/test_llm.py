@@ -70,6 +70,16 @@ def test_logprobs_come_one_per_token(llm: LLM) -> None:
     assert all(len(entry.top) == 2 for entry in result.outputs[0].logprobs)
 
 
+def test_a_prompts_own_logprobs_come_one_per_token_but_the_first(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    (result,) = llm.generate("w3 w4 w5", sampling, progress=False)
+    assert result.prompt_logprobs is not None
+    first, *others = result.prompt_logprobs
+    assert first is None
+    assert [entry is not None and entry.rank >= 1 for entry in others] == [True, True]
+    assert llm.generate("w3", GREEDY, progress=False)[0].prompt_logprobs is None
+
+
 def test_a_prompt_that_cannot_run_raises_and_leaves_the_model_usable(llm: LLM) -> None:
     with pytest.raises(ContextLengthError):
         llm.generate([[3] * 4, [3] * 500], GREEDY, progress=False)

@@ -25,6 +25,7 @@ from forebay_shared.wire import (
     Done,
     Failed,
     FinishReason,
+    PromptLogprobs,
     Reply,
     SequenceStart,
     Submit,
@@ -56,10 +57,12 @@ class Output:
 
 @dataclass(slots=True)
 class Result:
-    """The generations of one prompt."""
+    """The generations of one prompt. `prompt_logprobs` has an entry per prompt token, of which the
+    first is None, when the sampling asked for them."""
 
     prompt_token_ids: list[int]
     outputs: list[Output]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -139,7 +142,11 @@ class LLM:
     ) -> list[Result]:
         names = [str(next(self._ids)) for _ in prompts]
         results = {
-            name: Result(prompt, [Output() for _ in range(n)])
+            name: Result(
+                prompt,
+                [Output() for _ in range(n)],
+                None if sampling.prompt_logprobs is None else [None],
+            )
             for name, prompt in zip(names, prompts, strict=True)
         }
         try:
@@ -171,6 +178,10 @@ class LLM:
                 output = results[message.request_id].outputs[message.index]
                 output.token_ids += message.token_ids
                 output.logprobs += message.logprobs or []
+            case PromptLogprobs():
+                scores = results[message.request_id].prompt_logprobs
+                assert scores is not None, "nobody asked for them"
+                scores += message.entries
             case Done():
                 output = results[message.request_id].outputs[message.index]
                 output.text = self.tokenizer.decode(output.token_ids)

@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 import msgspec
 from forebay_shared.errors import EngineError
-from forebay_shared.wire import Delta, Done, Started, TokenLogprobs
+from forebay_shared.wire import Delta, Done, PromptLogprobs, Started, TokenLogprobs
 
 from forebay_gateway.api.ports import Dispatch, Running
 from forebay_gateway.dispatch import Event, Job
@@ -65,7 +65,8 @@ class _Choice:
 class Transcript:
     """A request in work. Use it as an async context manager; leaving it cancels what still runs.
 
-    `done` is true when every choice has its finish reason.
+    `done` is true when every choice has its finish reason. `prompt_logprobs` grows with what comes
+    of each job's prompt, from its second token on.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Transcript:
         self._generations = [dispatcher.generate(job) for job in jobs]
         self._choices = [_Choice(new_output()) for _ in range(self._n * len(jobs))]
         self._cached = [0] * len(jobs)
+        self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in jobs]
         self._open = len(self._choices)
         self._news: asyncio.Queue[_News] = asyncio.Queue(_NEWS_LIMIT)
         self._pumps: list[asyncio.Task[None]] = []
@@ -174,6 +176,9 @@ class Transcript:
             if isinstance(event, Started):
                 if event.index == 0:
                     self._cached[number] = event.cached_tokens
+                continue
+            if isinstance(event, PromptLogprobs):
+                self.prompt_logprobs[number] += event.entries
                 continue
             index = number * self._n + event.index
             choice = self._choices[index]

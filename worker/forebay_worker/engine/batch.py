@@ -4,8 +4,8 @@ flattened form that the model reads.
 It knows neither how rows are chosen nor how they are computed.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -52,23 +52,29 @@ class SequenceState(Protocol):
 class ScheduledRow:
     """A sequence's part of one step: `num_new` tokens from position `num_computed` on.
 
-    `samples` says that they reach the end of `token_ids`, so a token is to be sampled.
+    `samples` says that they reach the end of `token_ids`, so a token is to be sampled. `scored` are
+    those of their positions after which the prompt's next token is to be scored.
     """
 
     sequence: SequenceState
     num_new: int
     samples: bool
+    scored: range = range(0)
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The token of one sampling row. `corrupt`: it has none, for its logits held a NaN or, when it
-    is `starved`, for its own settings left none to choose; it must fail."""
+    """What one row gave: its token, if it samples, and the `scores` of prompt tokens.
+
+    `corrupt`: it has none, for its logits held a NaN or, when it is `starved`, for its own settings
+    left none to choose; it must fail.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     corrupt: bool = False
     starved: bool = False
+    scores: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
 
 @dataclass(slots=True)
@@ -81,7 +87,7 @@ class StepInput:
         starts: [R + 1], row r owns tokens starts[r] to starts[r + 1].
         kv_lens: [R], positions that row r's last token attends to, itself included.
         block_tables: [R, most blocks of a row], padded with 0.
-        logits_at: flat index of the last token of each sampling row.
+        logits_at: flat index of the last token of each sampling row, then of each scored position.
     """
 
     num_decodes: int
@@ -114,6 +120,9 @@ def flatten(rows: Sequence[ScheduledRow], block_size: int) -> StepInput:
     owner = np.repeat(np.arange(len(rows)), lens)
     positions = np.arange(len(tokens)) - starts[owner] + computed[owner]
     tables = _block_tables(rows)
+    logits_at = starts[1:][np.array([row.samples for row in rows], bool)] - 1
+    if any(row.scored for row in rows):
+        logits_at = np.concatenate([logits_at, *_scored_at(rows, starts)])
     return StepInput(
         num_decodes=num_decodes,
         token_ids=np.array(tokens, np.int64),
@@ -122,8 +131,14 @@ def flatten(rows: Sequence[ScheduledRow], block_size: int) -> StepInput:
         starts=starts,
         kv_lens=computed + lens,
         block_tables=tables,
-        logits_at=starts[1:][np.array([row.samples for row in rows], bool)] - 1,
+        logits_at=logits_at,
     )
+
+
+def _scored_at(rows: Sequence[ScheduledRow], starts: IntArray) -> Iterator[IntArray]:
+    """Flat indexes of each row's scored positions."""
+    for row, start in zip(rows, starts[:-1], strict=True):
+        yield np.array(row.scored, np.int64) - row.sequence.num_computed + start
 
 
 def _block_tables(rows: Sequence[ScheduledRow]) -> IntArray:

@@ -70,10 +70,12 @@ class BlockManager:
 
     def match(self, sequence: Sequence) -> list[int]:
         """The cached blocks that `sequence` begins with; always short of its last token, which has
-        to be computed for its logits."""
+        to be computed for its logits. None while its prompt is scored: that takes all logits."""
         if not self._caching:
             return []
         self._extend_hashes(sequence)
+        if sequence.is_scoring:
+            return []
         tokens, size = sequence.token_ids, self.block_size
         parent: int | str = sequence.cache_salt
         hits: list[int] = []
@@ -93,6 +95,8 @@ class BlockManager:
     def is_promised(self, sequence: Sequence, num_hits: int) -> bool:
         """Whether a running sequence is computing the block that this one needs after its hits."""
         if num_hits >= (len(sequence.token_ids) - 1) // self.block_size or not self._caching:
+            return False
+        if sequence.is_scoring:
             return False
         return sequence.block_hashes[num_hits] in self._promised
 

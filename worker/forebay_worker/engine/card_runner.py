@@ -34,6 +34,8 @@ _GRAPH_BYTES = 16 * 2**20  # set aside for each graph, beyond the buffers that t
 class CardRunner:
     """Computes steps of one model. `num_blocks` blocks of `block_size` positions hold the KV."""
 
+    scores_prompts = False
+
     def __init__(
         self,
         checkpoint: Path,

@@ -245,10 +245,9 @@ class EngineCore:
         self._serial += 1
         sequence.serial = self._serial
         self.scheduler.add(sequence, follows=follows)
-        reason = "stop" if sequence.complete else "length"
-        if sequence.complete or len(sequence.token_ids) >= sequence.limit:
+        if sequence.is_full and not sequence.is_scoring:
             self._start(sequence, sequence.arrived)
-            self._finish(sequence, reason, sequence.arrived)
+            self._finish_full(sequence, sequence.arrived)
 
     def _refuse(self, key: Key, gateway: str, error: ForebayError) -> None:
         self._remember(key)
@@ -317,11 +316,22 @@ class EngineCore:
                 continue
             sequence.num_computed += row.num_new
             self.blocks.publish(sequence)
-            if sampled is not None:
-                prompt_tokens += sequence.num_prompt if sequence.first_token_at is None else 0
+            if sampled is not None and row.scored:
+                self._take_scores(sequence, row.scored, sampled)
+            if sequence.num_computed < len(sequence.token_ids):
+                continue
+            prompt_tokens += sequence.num_prompt if sequence.first_token_at is None else 0
+            if sampled is not None and row.samples:
                 generated += 1
                 self._take_token(sequence, sampled, now)
+            else:
+                self._finish_full(sequence, now)
         return prompt_tokens, generated
+
+    def _take_scores(self, sequence: Sequence, scored: range, sampled: Sampled) -> None:
+        sequence.num_scored = scored.stop
+        event = replies.prompt_logprobs(sequence, scored, sampled)
+        self._events.append((sequence.gateway, event))
 
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> None:
         if sequence.last_token_at is None:
@@ -335,6 +345,10 @@ class EngineCore:
             self._events.append((sequence.gateway, replies.delta(sequence, offset, sampled)))
         if sequence.finish_reason is not None:
             self._finish(sequence, sequence.finish_reason, now)
+
+    def _finish_full(self, sequence: Sequence, now: float) -> None:
+        """Ends a sequence that came with all its tokens: resumed at its end, or of none at all."""
+        self._finish(sequence, "stop" if sequence.complete else "length", now)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         self._remove(sequence)

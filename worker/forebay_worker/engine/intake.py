@@ -23,22 +23,24 @@ class Limits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
+    scores_prompts: bool = False
 
     @classmethod
     def of(cls, runner: Runner, eos_token_ids: tuple[int, ...] = ()) -> Self:
         """A runner's limits. The pool bounds the context, so one sequence alone always fits."""
         room = min(runner.max_model_len, runner.num_blocks * runner.block_size)
-        return cls(runner.vocab_size, room, eos_token_ids)
+        return cls(runner.vocab_size, room, eos_token_ids, runner.scores_prompts)
 
 
 def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequence]:
     """The sequences that `submit` asks for. Raises InvalidRequestError or one of its leaves.
 
     They share the prompt and its hashes until they start: 128 of 8,000 tokens cost as much as one.
+    The first of them scores the prompt, when that is asked for.
     """
     sampling = submit.sampling
     sampling.validate(limits.vocab_size)
-    _check_support(sampling)
+    _check_support(sampling, limits)
     _check_terms(submit)
     prompt = _ids(submit.prompt, "prompt", limits.vocab_size)
     if not prompt:
@@ -72,8 +74,9 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
             priority=submit.priority,
             arrived=arrived,
             block_hashes=hashes,
+            scores_prompt=sampling.prompt_logprobs is not None and at == 0,
         )
-        for start in submit.starts
+        for at, start in enumerate(submit.starts)
     ]
     for sequence, start in zip(sequences, submit.starts, strict=True):
         if start.emitted:
@@ -82,8 +85,8 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
     return sequences
 
 
-def _check_support(sampling: SamplingParams) -> None:
-    if sampling.prompt_logprobs is not None:
+def _check_support(sampling: SamplingParams, limits: Limits) -> None:
+    if sampling.prompt_logprobs is not None and not limits.scores_prompts:
         raise UnsupportedError(
             "This engine does not support prompt_logprobs.", param="prompt_logprobs"
         )

@@ -1,7 +1,7 @@
 """What the engine says of a sequence, as messages of the wire."""
 
 from forebay_shared.errors import ForebayError
-from forebay_shared.wire import Delta, Done, Failed, FinishReason, Started, Usage
+from forebay_shared.wire import Delta, Done, Failed, FinishReason, PromptLogprobs, Started, Usage
 
 from forebay_worker.engine.batch import Sampled
 from forebay_worker.engine.sequence import Sequence
@@ -29,6 +29,10 @@ def delta(sequence: Sequence, offset: int, sampled: Sampled) -> Delta:
         [sampled.token_id],
         None if sampled.logprobs is None else [sampled.logprobs],
     )
+
+
+def prompt_logprobs(sequence: Sequence, scored: range, sampled: Sampled) -> PromptLogprobs:
+    return PromptLogprobs(sequence.request_id, sequence.attempt, scored.start + 1, sampled.scores)
 
 
 def done(sequence: Sequence, reason: FinishReason, spent: Usage) -> Done:

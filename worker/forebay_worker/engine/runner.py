@@ -18,6 +18,7 @@ from forebay_worker.engine import loading, weights
 from forebay_worker.engine.batch import Sampled, ScheduledRow, StepInput, flatten
 from forebay_worker.engine.loading import GIB, dtype_of
 from forebay_worker.engine.sampler import sample
+from forebay_worker.engine.scoring import add_scores
 from forebay_worker.engine.threads import physical_cores
 from forebay_worker.kernels import reference
 from forebay_worker.kernels.reference import KvCache, Step
@@ -44,6 +45,8 @@ CPU_KV_MOST = 0.5
 class Runner:
     """Computes steps of one model. `num_blocks` blocks of `block_size` positions hold the KV."""
 
+    scores_prompts = True
+
     def __init__(self, checkpoint: Path, settings: WorkerSettings) -> None:
         """Loads the model. Raises ModelError when it, or its cache, does not fit the settings."""
         torch.set_num_threads(physical_cores())
@@ -66,12 +69,14 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
-        """One result per row, None where the row does not sample. Decode rows come first."""
+        """One result per row, None where it neither samples nor scores. Decode rows come first."""
         step = _to_device(flatten(rows, self.block_size), self._device)
         logits = self._decode(step, self._cache)
         sampling = [row.sequence for row in rows if row.samples]
-        sampled = iter(sample(logits, sampling) if sampling else ())
-        return [next(sampled) if row.samples else None for row in rows]
+        count = len(sampling)
+        sampled = iter(sample(logits[:count], sampling) if sampling else ())
+        results = [next(sampled) if row.samples else None for row in rows]
+        return add_scores(rows, results, logits[count:]) if len(logits) > count else results
 
     def _warm_up(self) -> None:
         """One token through block 0, which nobody owns yet: what compiles at first use does so now.

@@ -17,6 +17,9 @@ from forebay_worker.engine.block_manager import BlockManager
 from forebay_worker.engine.sequence import Sequence
 from forebay_worker.engine.waiting import WaitingQueue
 
+MAX_SCORED = 256
+"""Prompt tokens that one step scores, and at least one of each scoring sequence: each takes a row
+of logits, 0.2 MB of 49,152 ids."""
 _MAX_PASSED_OVER = 16
 """Followers of a running prefill that one step looks past at most: it bounds the host time."""
 
@@ -34,11 +37,18 @@ class Plan:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    scored: int = 0
 
     def add(self, sequence: Sequence, num_new: int) -> None:
         at_end = sequence.num_computed + num_new == len(sequence.token_ids)
+        scored = sequence.to_score(num_new)
+        self.scored += len(scored)
         self.sequences.append(sequence)
-        self.rows.append(ScheduledRow(sequence, num_new, at_end))
+        self.rows.append(ScheduledRow(sequence, num_new, at_end and not sequence.is_full, scored))
+
+    def bound(self, sequence: Sequence, num_new: int) -> int:
+        """As many of `num_new` tokens as the step may score, if it scores those of `sequence`."""
+        return min(num_new, max(1, MAX_SCORED - self.scored)) if sequence.is_scoring else num_new
 
 
 class Scheduler:
@@ -102,6 +112,7 @@ class Scheduler:
             sequence = self.running[at]
             after = len(self.running) - at - 1
             num_new = min(len(sequence.token_ids) - sequence.num_computed, budget - after)
+            num_new = plan.bound(sequence, num_new)
             if not self._make_room(sequence, plan):
                 break
             self._give(plan, sequence, num_new)
@@ -170,6 +181,7 @@ class Scheduler:
         sequence.num_served = max(sequence.num_served, sequence.num_computed)
         insort(self.running, sequence, key=lambda other: other.rank)
         num_new = min(len(sequence.token_ids) - sequence.num_computed, budget)
+        num_new = plan.bound(sequence, num_new)
         self._give(plan, sequence, num_new)
         return num_new
 

@@ -45,6 +45,8 @@ class Sequence:
         num_served: positions that its team has been charged for; the waiting queue's.
         queued_tokens: tokens that it would have to prefill, for the load report.
         matcher: where its output is in its grammar, if it has one.
+        scores_prompt: whether its request's prompt_logprobs are for this sequence to compute.
+        num_scored: positions after which the prompt's next token has been scored.
     """
 
     request_id: str
@@ -73,6 +75,8 @@ class Sequence:
     preempted: bool = False
     queued_tokens: int = 0
     matcher: Matcher | None = None
+    scores_prompt: bool = False
+    num_scored: int = 0
 
     cached_tokens: int = 0
     started_at: float | None = None
@@ -92,6 +96,16 @@ class Sequence:
         return self.num_output + (self.stop_token is not None)
 
     @property
+    def is_scoring(self) -> bool:
+        """Whether prompt tokens are still to be scored; till then no cached block will do."""
+        return self.scores_prompt and self.num_scored < self.num_prompt - 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all the tokens that it may have."""
+        return len(self.token_ids) >= self.limit or self.complete
+
+    @property
     def rank(self) -> tuple[int, int]:
         """The smaller, the later it is preempted."""
         return (self.priority, self.serial)
@@ -100,6 +114,13 @@ class Sequence:
         """Ends the sharing of the prompt with its siblings, before anything is appended."""
         self.token_ids = list(self.token_ids)
         self.block_hashes = list(self.block_hashes)
+
+    def to_score(self, num_new: int) -> range:
+        """Of the next `num_new` positions those after which a prompt token is to be scored."""
+        if not self.scores_prompt:
+            return range(0)
+        first = max(self.num_computed, self.num_scored)
+        return range(first, min(self.num_computed + num_new, self.num_prompt - 1))
 
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that must not be sampled now: what would end it before min_tokens, and bad words."""
@@ -137,6 +158,6 @@ class Sequence:
             self.matcher.advance((token_id,))
         if self.complete:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.limit:
+        elif self.is_full:
             self.finish_reason = "length"
         return True

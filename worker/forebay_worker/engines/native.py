@@ -6,7 +6,7 @@ It puts model, core and loop together; what each does is theirs to know.
 import logging
 
 import msgspec
-from forebay_shared.models import CAP_GRAMMAR, ModelCard
+from forebay_shared.models import CAP_GRAMMAR, CAP_PROMPT_LOGPROBS, ModelCard
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import Load, Submit
 
@@ -39,9 +39,12 @@ class NativeEngine:
             block_size=self._runner.block_size,
         )
         self._grammars = _grammars(self._card, self._blobs)
-        if self._grammars is not None:
-            capabilities = self._card.capabilities | {CAP_GRAMMAR}
-            self._card = msgspec.structs.replace(self._card, capabilities=capabilities)
+        able = {
+            CAP_GRAMMAR: self._grammars is not None,
+            CAP_PROMPT_LOGPROBS: self._runner.scores_prompts,
+        }
+        capabilities = self._card.capabilities | {name for name, can in able.items() if can}
+        self._card = msgspec.structs.replace(self._card, capabilities=capabilities)
         self._loop: EngineLoop | None = None
 
     @property
