@@ -5,7 +5,7 @@ Both end the work when the client leaves. It knows no request fields, no model a
 """
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -26,6 +26,11 @@ EARLY_S = 0.25
 Errors within this time (no worker, queue full, refused) are plain JSON with their own status; after
 it the client gets its role chunk, so that no watchdog fires while the request queues.
 """
+
+
+Keep = Callable[[Usage], Awaitable[None]]
+"""What is to be done with a complete answer before the client learns that it is complete. When it
+raises, the answer fails."""
 
 
 class Writer(Protocol):
@@ -64,9 +69,10 @@ class Writer(Protocol):
 class WholeAnswer:
     """An answer in one JSON object."""
 
-    def __init__(self, transcript: Transcript, writer: Writer) -> None:
+    def __init__(self, transcript: Transcript, writer: Writer, keep: Keep | None = None) -> None:
         self._transcript = transcript
         self._writer = writer
+        self._keep = keep
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         transcript = self._transcript
@@ -80,6 +86,8 @@ class WholeAnswer:
                     self._writer.collect(update)
                     if update.reason is not None:
                         reasons[update.index] = update.reason
+            if self._keep is not None:
+                await self._keep(transcript.usage)
         body = self._writer.whole(
             answers,
             [reasons[index] for index in range(transcript.size)],
@@ -100,9 +108,11 @@ class StreamedAnswer:
         writer: Writer,
         open_streams: Gauge,
         early_s: float | None = EARLY_S,
+        keep: Keep | None = None,
     ) -> None:
         self._transcript = transcript
         self._writer = writer
+        self._keep = keep
         self._open_streams = open_streams
         self._early_s = early_s
 
@@ -136,6 +146,10 @@ class StreamedAnswer:
             if events or not stream.started:
                 await stream.write(events)
             events = self._events(await transcript.advance())
+        if self._keep is not None:
+            await stream.write(events)
+            events = b""
+            await self._keep(transcript.usage)
         events += writer.closing(transcript.usage)
         if stream.started:
             await stream.end(events)

@@ -5,7 +5,7 @@ It knows no JSON and no HTTP.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Literal, Self
@@ -13,6 +13,7 @@ from typing import Literal, Self
 import msgspec
 from forebay_shared.errors import EngineError
 from forebay_shared.wire import Delta, Done, PromptLogprobs, Started, TokenLogprobs
+from msgspec.structs import replace
 
 from forebay_gateway.api.ports import Dispatch, Running
 from forebay_gateway.dispatch import Event, Job
@@ -76,10 +77,12 @@ class Transcript:
         new_output: Callable[[], Output | Speech],
         *,
         include_stop: bool = False,
+        by_token: bool = False,
     ) -> None:
         self._jobs = jobs
         self._n = jobs[0].n
         self._include_stop = include_stop
+        self._by_token = by_token
         self._generations = [dispatcher.generate(job) for job in jobs]
         self._choices = [_Choice(new_output()) for _ in range(self._n * len(jobs))]
         self._cached = [0] * len(jobs)
@@ -185,7 +188,11 @@ class Transcript:
             if choice.ended:
                 continue
             if isinstance(event, Delta):
-                updates.append(self._delta(index, choice, event, generation))
+                updates.extend(
+                    self._delta(index, choice, delta, generation)
+                    for delta in (_singles(event) if self._by_token else (event,))
+                    if not choice.ended
+                )
             else:
                 updates.append(self._end(index, choice, event))
         return updates
@@ -221,6 +228,13 @@ class Transcript:
         update.reason = "tool_calls" if called and reason == "stop" else reason
         choice.ended = True
         self._open -= 1
+
+
+def _singles(event: Delta) -> Iterator[Delta]:
+    """The same tokens, one at a time."""
+    for position, token_id in enumerate(event.token_ids):
+        logprobs = event.logprobs[position : position + 1] if event.logprobs else None
+        yield replace(event, token_ids=[token_id], logprobs=logprobs)
 
 
 def _heard(index: int, *said: str | list[Part]) -> Update:

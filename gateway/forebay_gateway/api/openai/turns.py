@@ -15,7 +15,7 @@ from forebay_shared.template import Json
 from litestar.types import ASGIApp
 from msgspec.structs import replace
 
-from forebay_gateway.api.answers import EARLY_S, StreamedAnswer, WholeAnswer, Writer
+from forebay_gateway.api.answers import EARLY_S, Keep, StreamedAnswer, WholeAnswer, Writer
 from forebay_gateway.api.openai import params
 from forebay_gateway.api.openai.messages import conversation
 from forebay_gateway.api.openai.schema import ChatRequest, GenerationRequest
@@ -90,7 +90,14 @@ class Turns:
         job = new_job(answer_id, request, card, prompt, sampling, team)
         return Turn(request, renderer, job, reading, logprobs)
 
-    def run(self, request: GenerationRequest, jobs: Sequence[Job], reading: Reading) -> Transcript:
+    def run(
+        self,
+        request: GenerationRequest,
+        jobs: Sequence[Job],
+        reading: Reading,
+        *,
+        by_token: bool = False,
+    ) -> Transcript:
         """The jobs' transcript; their work begins when it is entered."""
         options = params.output_options(request)
         return Transcript(
@@ -98,18 +105,29 @@ class Turns:
             jobs,
             lambda: reading.output(options),
             include_stop=options.include_stop,
+            by_token=by_token,
         )
 
     def answer(
         self, request: GenerationRequest, jobs: Sequence[Job], reading: Reading, writer: Writer
     ) -> ASGIApp:
         """The answer to one HTTP request, whole or streamed, in the writer's dialect."""
-        transcript = self.run(request, jobs, reading)
+        return self.written(request, self.run(request, jobs, reading), writer)
+
+    def written(
+        self,
+        request: GenerationRequest,
+        transcript: Transcript,
+        writer: Writer,
+        keep: Keep | None = None,
+    ) -> ASGIApp:
+        """A transcript as the answer to one HTTP request; `keep` gets it before the client does."""
         if not request.stream:
-            return WholeAnswer(transcript, writer)
+            return WholeAnswer(transcript, writer, keep)
         # Without any worker a 503 may be the answer, however late: then no status goes out before.
         early_s = EARLY_S if self.backend.roster.ready else None
-        return StreamedAnswer(transcript, writer, self.backend.telemetry.open_streams, early_s)
+        open_streams = self.backend.telemetry.open_streams
+        return StreamedAnswer(transcript, writer, open_streams, early_s, keep)
 
 
 def find_model(roster: Models, name: str) -> ModelCard:
