@@ -19,6 +19,7 @@ from forebay_gateway.app import create_app
 from forebay_gateway.dispatch import Event, Job
 from forebay_gateway.main import server_config
 from forebay_gateway.server import Server
+from forebay_gateway.teams.teams import Teams
 from forebay_shared.errors import ModelNotFoundError, NoWorkerError
 from forebay_shared.models import (
     CAP_GENERATE,
@@ -193,6 +194,7 @@ class ScriptedBackend:
     cancelled: list[str] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     stopped: int = 0
+    teams: Teams | None = None
     generation_defaults: dict[str, float] = field(default_factory=dict)
     capabilities: frozenset[str] = frozenset(
         {CAP_GENERATE, CAP_LOGPROBS, CAP_PENALTIES, CAP_LOGIT_BIAS}

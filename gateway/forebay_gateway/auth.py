@@ -1,42 +1,74 @@
 """Who may call: bearer keys, kept as keyed digests and compared in constant time; default-deny.
 
 The decision is made on the raw ASGI path before any body is read and before any routing, so that no
-spelling of a path or of a Host header opens a door. It knows no routes and no handlers.
+spelling of a path or of a Host header opens a door. Configured keys are here, those of teams in
+`teams`. It knows no routes and no handlers.
 """
 
 import hmac
 import secrets
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 from forebay_shared.errors import AuthenticationError
+
+from forebay_gateway.teams.caller import Caller
+from forebay_gateway.teams.secrets import Token, split
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 METRICS_PATH = "/metrics"
 
 
-class Keyring:
-    """The keys that may call. Without any key the gateway is open.
+class Identifies(Protocol):
+    """teams.Teams, or nobody."""
 
-    Every look-up compares with every key, so its time tells nothing about which one was near.
+    @property
+    def closed(self) -> bool: ...
+
+    def identify(self, token: Token, client: str) -> Caller: ...
+
+
+class Keyring:
+    """The keys that may call. Without any key, configured or of a team, the gateway is open.
+
+    Every look-up of a configured key compares with all of them, so its time tells nothing about
+    which one was near.
     """
 
-    def __init__(self, keys: Sequence[str], *, protect_metrics: bool = False) -> None:
+    def __init__(
+        self,
+        keys: Sequence[str],
+        *,
+        admin_key: str = "",
+        teams: Identifies | None = None,
+        protect_metrics: bool = False,
+    ) -> None:
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(key.encode("utf-8", "surrogateescape")) for key in keys]
+        self._root = len(self._digests) if admin_key else -1
+        if admin_key:
+            self._digests.append(self._digest(admin_key.encode("utf-8", "surrogateescape")))
+        self._teams = teams
         self._open_paths = OPEN_PATHS if protect_metrics else OPEN_PATHS | {METRICS_PATH}
 
     def _digest(self, key: bytes) -> bytes:
         # Keyed BLAKE2b is a MAC of 2 us; OpenSSL's HMAC takes 20 us and more to set up.
         return blake2b(key, key=self._secret, digest_size=32).digest()
 
-    def authorize(self, path: str, headers: Mapping[bytes, bytes]) -> str:
-        """The caller's team: "" when open, else the number of its key, which is opaque and stable.
+    def authorize(self, path: str, headers: Mapping[bytes, bytes], client: str = "") -> Caller:
+        """The caller, who comes from the address `client`. A configured key's team is its number,
+        which is opaque and stable.
 
-        Raises AuthenticationError for a path that asks for a key when none or a wrong one is sent.
+        Raises:
+            AuthenticationError: the path asks for a key and none or a wrong one is sent.
+            PermissionDeniedError, BusError: as teams.Teams.identify.
         """
-        if not self._digests or path in self._open_paths:
-            return ""
+        if path in self._open_paths:
+            return Caller()
+        closed = bool(self._digests) or (self._teams is not None and self._teams.closed)
+        if not closed:
+            return Caller()
         key = _presented_key(headers)
         if not key:
             raise AuthenticationError(
@@ -47,9 +79,11 @@ class Keyring:
         for number, known in enumerate(self._digests):
             if hmac.compare_digest(digest, known):
                 found = number
-        if found < 0:
-            raise AuthenticationError("The API key is not valid.")
-        return f"key-{found}"
+        if found >= 0:
+            return Caller(f"key-{found}", root=found == self._root)
+        if self._teams is not None and (token := split(key)) is not None:
+            return self._teams.identify(token, client)
+        raise AuthenticationError("The API key is not valid.")
 
 
 def _presented_key(headers: Mapping[bytes, bytes]) -> bytes:

@@ -20,6 +20,7 @@ from forebay_gateway.dispatch import Dispatcher
 from forebay_gateway.inbox import Inbox
 from forebay_gateway.roster import Roster
 from forebay_gateway.store import Store
+from forebay_gateway.teams.teams import Teams
 
 TICK_S = 0.25
 FAREWELL_S = 1.0
@@ -35,8 +36,10 @@ class Backend:
         self.inbox = Inbox(self.telemetry)
         self.roster = Roster(self.publisher, self.telemetry)
         self.store = Store(self.publisher)
+        self.teams = Teams(settings, self.publisher)
         self.reader = Reader(
-            settings.redis_url, [self.inbox.feed(self.gateway), self.roster.feed()]
+            settings.redis_url,
+            [self.inbox.feed(self.gateway), self.roster.feed(), self.teams.sync.feed()],
         )
         self.supervisors: tuple[Supervisor, ...] = ()
         self._reconnects = 0
@@ -139,6 +142,7 @@ async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
         async with Supervisor("gateway") as reading:
             reading.start("reader", backend.reader.run())
             reading.start("upkeep", backend.upkeep())
+            reading.start("teams", backend.teams.sync.run())
             backend.supervisors = (publishing, reading)
             yield backend
         await shielded(backend.farewell(), FAREWELL_S)

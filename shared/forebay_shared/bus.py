@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections import deque
 
-from redis.exceptions import ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 
 from forebay_shared.errors import BusError
 from forebay_shared.link import (
@@ -27,6 +27,10 @@ from forebay_shared.link import (
 log = logging.getLogger(__name__)
 
 MAX_PIPELINE = 256
+
+
+class ScriptMissingError(BusError):
+    """Redis does not know the script of this hash."""
 
 
 class Publisher:
@@ -146,7 +150,9 @@ class _Call:
     def answer(self, answer: Answer) -> None:
         if self.future.done():
             return
-        if isinstance(answer, ResponseError):
+        if isinstance(answer, NoScriptError):
+            self.future.set_exception(ScriptMissingError("The script is not loaded."))
+        elif isinstance(answer, ResponseError):
             log.warning("redis refused %s: %s", self.command[0], str(answer).split(" ", 1)[0])
             self.fail()
         else:

@@ -101,6 +101,10 @@ _HTTP = (
     "max_concurrent_requests",
     "protect_metrics",
     "allowed_origins",
+    "admin_key",
+    "teams",
+    "key_pepper",
+    "trusted_proxy",
 )
 
 SERVE = Command(

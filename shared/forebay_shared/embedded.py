@@ -57,8 +57,16 @@ class DataDirectory:
         """File descriptor. Redis inherits it, so that the directory is free when it has ended."""
 
     def api_key(self) -> Secret:
-        """The key of this directory; made on the first call, readable for the user alone."""
-        file = self.path / "api-key"
+        """The key that clients send."""
+        return self._key("api-key")
+
+    def admin_key(self) -> Secret:
+        """The key that rules the teams; `forebay admin` finds it here."""
+        return self._key("admin-key")
+
+    def _key(self, name: str) -> Secret:
+        """A key of this directory; made on the first call, readable for the user alone."""
+        file = self.path / name
         with contextlib.suppress(FileNotFoundError):
             if key := file.read_text().strip():
                 return Secret(key)
@@ -75,8 +83,7 @@ def data_directory(given: str) -> Generator[DataDirectory]:
 
     Raises StartError when it cannot be written or another `forebay serve` holds it.
     """
-    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    path = Path(given or Path(home) / "forebay").expanduser().absolute()
+    path = data_path(given)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -87,6 +94,12 @@ def data_directory(given: str) -> Generator[DataDirectory]:
         yield DataDirectory(path, lock)
     finally:
         os.close(lock)
+
+
+def data_path(given: str) -> Path:
+    """Where the data directory is: `given`, else in the user's data home."""
+    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(given or Path(home) / "forebay").expanduser().absolute()
 
 
 class EmbeddedRedis:

@@ -9,6 +9,8 @@
     ├── NotFoundError              404  not_found
     │   └── ModelNotFoundError     404  model_not_found
     ├── MethodNotAllowedError      405  method_not_allowed
+    ├── ConflictError              409  conflict
+    ├── PreconditionError          412  precondition_failed
     ├── PayloadTooLargeError       413  payload_too_large
     ├── MediaTypeError             415  unsupported_media_type
     ├── HeadersTooLargeError       431  headers_too_large
@@ -85,6 +87,18 @@ class ModelNotFoundError(NotFoundError):
 class MethodNotAllowedError(ForebayError):
     code = "method_not_allowed"
     status = 405
+    type = "invalid_request_error"
+
+
+class ConflictError(ForebayError):
+    code = "conflict"
+    status = 409
+    type = "invalid_request_error"
+
+
+class PreconditionError(ForebayError):
+    code = "precondition_failed"
+    status = 412
     type = "invalid_request_error"
 
 

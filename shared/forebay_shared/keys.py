@@ -1,8 +1,8 @@
 """Every Redis key and its life, as functions: the only strings with colons.
 
-Keys grow with processes, never with requests. All keys of one process share a hash tag, so that
-they sit in one slot of a Redis Cluster. A stream expires on its own when its owner stops renewing
-it, so a dead incarnation leaves nothing behind and needs no cleaner.
+Keys grow with processes (and with teams), never with requests. All keys of one process share a hash
+tag, so that they sit in one slot of a Redis Cluster. A stream expires on its own when its owner
+stops renewing it, so a dead incarnation leaves nothing behind and needs no cleaner.
 """
 
 import secrets
@@ -69,3 +69,35 @@ def members() -> str:
 def blob(sha256: str) -> str:
     """String: a tokenizer or template by the hash of its content, zlib-compressed."""
     return f"fb:{{b:{sha256}}}:blob"
+
+
+CHANGES_MAXLEN = 4_096
+AUDIT_MAXLEN = 100_000
+
+
+def directory() -> str:
+    """Hash: `kind/id` -> `revision json`: organisations, teams, users, keys, models, aliases.
+
+    All that teams have in Redis shares one hash tag, since one script must see all of it.
+    """
+    return "fb:{teams}:directory"
+
+
+def directory_revision() -> str:
+    """String: the number of changes of the directory so far."""
+    return "fb:{teams}:revision"
+
+
+def changes() -> str:
+    """Stream: the last changes of the directory, for all gateways."""
+    return "fb:{teams}:changes"
+
+
+def audit() -> str:
+    """Stream: who changed what in the directory."""
+    return "fb:{teams}:audit"
+
+
+def pepper() -> str:
+    """String: the key of the digests of keys, where no gateway was given one."""
+    return "fb:{teams}:pepper"

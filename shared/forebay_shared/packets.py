@@ -12,6 +12,8 @@ import msgspec
 
 from forebay_shared.wire import (
     WIRE_VERSION,
+    Changed,
+    ChangesPacket,
     Reply,
     ReplyPacket,
     RosterEvent,
@@ -82,3 +84,4 @@ class Codec(Generic[M]):
 WORK: Codec[Work] = Codec(WorkPacket, Work)
 REPLY: Codec[Reply] = Codec(ReplyPacket, Reply)
 ROSTER: Codec[RosterEvent] = Codec(RosterPacket, RosterEvent)
+CHANGES: Codec[Changed] = Codec(ChangesPacket, Changed)

@@ -51,6 +51,8 @@ def run(settings: ServeSettings) -> int:
         data = stack.enter_context(data_directory(settings.data_dir))
         if not settings.api_key:
             settings = msgspec.structs.replace(settings, api_key=(data.api_key(),))
+        if not settings.admin_key:
+            settings = msgspec.structs.replace(settings, admin_key=data.admin_key())
         private = None
         if settings.redis_url:
             check_server(settings.redis_url, "--redis-url")

@@ -40,6 +40,20 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         tuple[Secret, ...], Meta(description="bearer key that clients must send; repeatable")
     ] = ()
+    admin_key: Annotated[
+        Secret, Meta(description="bearer key that rules /admin/v1: teams, keys and limits")
+    ] = Secret("")
+    teams: Annotated[
+        bool, Meta(description="never be open: without any configured key, ask for a team's")
+    ] = False
+    key_pepper: Annotated[
+        Secret,
+        Meta(description="secret that keys of teams are hashed with; default: one kept in Redis"),
+    ] = Secret("")
+    trusted_proxy: Annotated[
+        tuple[str, ...],
+        Meta(description="address or network whose X-Forwarded-For is believed; repeatable"),
+    ] = ()
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 8_388_608
     max_concurrent_requests: Annotated[
         int, Meta(ge=1, description="requests open at once in this process; more get a 503")
@@ -139,6 +153,9 @@ class ServeSettings(WorkerSettings, frozen=True, kw_only=True):
     api_key: Annotated[
         tuple[Secret, ...], Meta(description="bearer key that clients must send; repeatable")
     ] = ()
+    admin_key: Annotated[
+        Secret, Meta(description="bearer key that rules /admin/v1; default: one made for you")
+    ] = Secret("")
     tool_call_parser: Annotated[
         str, Meta(description="form of the model's tool calls; auto: by its chat template")
     ] = "auto"

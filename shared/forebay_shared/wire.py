@@ -8,6 +8,7 @@ uint32, those of a step as a short list.
     worker -> gateway   Accepted, Started, PromptLogprobs,
                         Delta, Done, Failed                     on keys.reply(gateway)
     worker -> all       Beacon, Farewell                        on keys.roster()
+    gateway -> gateways Changed                                 on keys.changes()
 
 For one sequence of a request the order is: Accepted, Started, Delta*, then exactly one Done. The
 PromptLogprobs of a request come before the first Delta of the first of its sequences. Failed ends
@@ -203,6 +204,15 @@ class Farewell(msgspec.Struct, frozen=True, tag="farewell", kw_only=True):
 RosterEvent = Beacon | Farewell
 
 
+class Changed(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
+    """Change number `revision` of the teams' directory: the record at `place` is now `value`, JSON;
+    empty: it is gone."""
+
+    revision: int
+    place: str
+    value: str
+
+
 class WorkPacket(msgspec.Struct, frozen=True, array_like=True):
     version: int
     sender: str
@@ -219,3 +229,9 @@ class RosterPacket(msgspec.Struct, frozen=True, array_like=True):
     version: int
     sender: str
     messages: list[RosterEvent]
+
+
+class ChangesPacket(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    sender: str
+    messages: list[Changed]

@@ -107,7 +107,9 @@ def test_only_an_exact_key_opens(keys: list[str], sent: str) -> None:
     expected = sent.encode("utf-8", "surrogatepass").strip()
     known = [key.encode("utf-8", "surrogateescape") for key in keys if key.isprintable()]
     if expected in known:
-        assert keyring.authorize("/v1/models", header) == f"key-{keys.index(expected.decode())}"
+        assert (
+            keyring.authorize("/v1/models", header).team == f"key-{keys.index(expected.decode())}"
+        )
     elif all(key.isprintable() for key in keys):
         with pytest.raises(AuthenticationError):
             keyring.authorize("/v1/models", header)

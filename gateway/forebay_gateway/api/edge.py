@@ -5,6 +5,7 @@ routes. It answers itself when one of these fails, and counts every answer. It k
 """
 
 import asyncio
+import random
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,11 @@ from forebay_shared.telemetry import GatewayMetrics
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
-from forebay_gateway.api.dialects import speaks_anthropic
 from forebay_gateway.api.errors import ClientGoneError, Headers
-from forebay_gateway.api.request_ids import take_request_id
 from forebay_gateway.api.respond import Answer, error_answer
 from forebay_gateway.auth import METRICS_PATH, OPEN_PATHS, Keyring
+from forebay_gateway.teams.caller import Caller
+from forebay_gateway.teams.networks import Proxies
 
 _CALLER = "forebay_caller"
 _HEADERS = "forebay_headers"
@@ -26,12 +27,11 @@ _CLIENT_CLOSED = 499
 
 _ENDING = "The server is shutting down."
 
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _UNBOUNDED = OPEN_PATHS | {METRICS_PATH}
 _ROUTES = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
-    "/v1/messages": "messages",
-    "/v1/messages/count_tokens": "tokenize",
     "/v1/models": "models",
     "/health": "health",
     "/ready": "ready",
@@ -49,8 +49,8 @@ def raw_headers(scope: Scope) -> Mapping[bytes, bytes]:
     return scope["state"][_HEADERS]
 
 
-def caller(scope: Scope) -> str:
-    """The opaque name of whose key this is; empty when the gateway is open."""
+def caller(scope: Scope) -> Caller:
+    """Whose request this is."""
     return scope["state"][_CALLER]
 
 
@@ -65,26 +65,28 @@ class Edge:
         admission: Admission,
         telemetry: GatewayMetrics,
         allowed_origins: Sequence[str],
+        trusted_proxies: Sequence[str] = (),
     ) -> None:
         self._app = app
         self._keyring = keyring
         self._admission = admission
         self._telemetry = telemetry
         self._origins = frozenset(origin.encode() for origin in allowed_origins)
+        self._proxies = Proxies(trusted_proxies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         started = time.perf_counter()
         headers = dict(scope["headers"])
-        extra = self._extra_headers(scope, headers)
+        extra = self._extra_headers(headers)
         status = _CLIENT_CLOSED
 
         async def send_out(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *extra]
+                message["headers"] = [*message["headers"], *extra, *_callers_headers(scope)]
             await send(message)
 
         path = scope["path"]
@@ -95,15 +97,14 @@ class Edge:
             await self._admitted(scope, receive, send_out, path, headers)
         except asyncio.CancelledError:
             if status == _CLIENT_CLOSED:
-                ending = error_answer(OverloadedError(_ENDING), scope)
-                await ending(scope, receive, send_out)
+                await error_answer(OverloadedError(_ENDING))(scope, receive, send_out)
             raise
         except ClientGoneError:
             pass  # nobody is there to be answered
         except Exception as error:
             if status != _CLIENT_CLOSED:
                 raise  # the answer has begun: the server closes the connection
-            await error_answer(error, scope)(scope, receive, send_out)
+            await error_answer(error)(scope, receive, send_out)
         finally:
             telemetry.open_requests.dec()
             telemetry.http_request(_route(path), status, time.perf_counter() - started)
@@ -119,8 +120,11 @@ class Edge:
         if scope["method"] == "OPTIONS":
             await self._preflight(headers)(scope, receive, send)
             return
-        scope["state"][_CALLER] = self._keyring.authorize(path, headers)
+        client = self._proxies.client(scope["client"], headers)
+        caller = self._keyring.authorize(path, headers, client)
+        scope["state"][_CALLER] = caller
         inner = _as_routed(scope)
+        caller.check_route(_route(inner["path"]))
         if path in _UNBOUNDED:
             await self._app(inner, receive, send)
             return
@@ -135,26 +139,34 @@ class Edge:
             answer += [*_PREFLIGHT, (b"access-control-allow-headers", wanted)]
         return Answer(b"", answer, status=204)
 
-    def _extra_headers(self, scope: HTTPScope, headers: Mapping[bytes, bytes]) -> Headers:
-        """The request's id, under the names that its dialect knows, and what CORS asks for."""
-        request_id = take_request_id(scope, headers)
+    def _extra_headers(self, headers: Mapping[bytes, bytes]) -> Headers:
+        """The request's id (the client's own when it is sound) and what CORS asks for."""
+        request_id = headers.get(b"x-request-id", b"")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = b"req_" + b"%024x" % random.getrandbits(96)
         extra: Headers = [(b"x-request-id", request_id)]
-        if speaks_anthropic(scope["path"]):
-            extra.append((b"request-id", request_id))
         origin = headers.get(b"origin")
         if self._origins:
             extra.append((b"vary", b"origin"))
             if origin is not None and origin in self._origins:
                 extra += [
                     (b"access-control-allow-origin", origin),
-                    (b"access-control-expose-headers", b"x-request-id, request-id, retry-after"),
+                    (b"access-control-expose-headers", b"x-request-id, retry-after"),
                 ]
         return extra
 
 
+def _callers_headers(scope: Scope) -> Headers:
+    """What goes out for the caller's sake; nothing when it was not let in."""
+    known: Caller | None = scope["state"].get(_CALLER)
+    return known.headers if known is not None else []
+
+
 def _route(path: str) -> str:
     """The metrics' name of a path: one of a few, whatever clients send."""
-    return "models" if path.startswith("/v1/models/") else _ROUTES.get(path.rstrip("/"), "other")
+    if path.startswith("/v1/models/"):
+        return "models"
+    return "admin" if path.startswith("/admin") else _ROUTES.get(path.rstrip("/"), "other")
 
 
 def _as_routed(scope: HTTPScope) -> HTTPScope:

@@ -10,6 +10,7 @@ from forebay_shared.models import ModelCard
 from forebay_shared.telemetry import GatewayMetrics
 
 from forebay_gateway.dispatch import Event, Job
+from forebay_gateway.teams.teams import Teams
 
 
 class Running(Protocol):
@@ -58,6 +59,9 @@ class Services(Protocol):
 
     @property
     def store(self) -> Blobs: ...
+
+    @property
+    def teams(self) -> Teams | None: ...
 
     @property
     def telemetry(self) -> GatewayMetrics: ...

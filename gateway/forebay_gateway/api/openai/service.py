@@ -28,6 +28,7 @@ from forebay_gateway.api.openai.shapes import (
 from forebay_gateway.api.openai.turns import Turns, find_model, new_id, new_job, room
 from forebay_gateway.interpret import Reading
 from forebay_gateway.prompt import Renderer
+from forebay_gateway.teams.caller import Caller
 
 MAX_PROMPTS = 256
 MAX_CHOICES = 1024
@@ -48,12 +49,12 @@ class OpenAIService:
         self._backend = turns.backend
         self._renderers = turns.renderers
 
-    async def chat(self, body: bytes | bytearray, team: str) -> ASGIApp:
+    async def chat(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
         size = len(body)
         request = await self._renderers.run(lambda: decode_chat(body), size)
         turn = await self._turns.prepare(
-            request, answer_id=new_id("chatcmpl"), team=team, size=size
+            request, answer_id=new_id("chatcmpl"), caller=caller, size=size
         )
         shape = ChatShape(
             _identity(turn.job.request_id, request),
@@ -64,11 +65,11 @@ class OpenAIService:
         )
         return self._turns.answer(request, [turn.job], turn.reading, shape)
 
-    async def complete(self, body: bytes | bytearray, team: str) -> ASGIApp:
+    async def complete(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
         size = len(body)
         request = await self._renderers.run(lambda: decode_completion(body), size)
-        card = find_model(self._backend.roster, request.model)
+        card = find_model(self._backend.roster, request.model, caller)
         logprobs = params.completion_logprobs(request, card)
         renderer = await self._renderers.get(card)
         prompts = await self._prompts(request, card, renderer, size)
@@ -86,7 +87,7 @@ class OpenAIService:
                     limit=request.max_tokens or params.COMPLETION_MAX_TOKENS,
                     logprobs=logprobs,
                 ),
-                team,
+                caller,
             )
             for number, prompt in enumerate(prompts)
         ]

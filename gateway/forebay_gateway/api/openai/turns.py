@@ -31,19 +31,8 @@ from forebay_gateway.prompt import (
     TemplateOptions,
     context_length_error,
 )
+from forebay_gateway.teams.caller import Caller, unknown_model
 from forebay_gateway.tools.base import ToolUse
-
-MAX_SHOWN_NAME = 100
-
-
-class Rendered(NamedTuple):
-    """A conversation as its model reads it: the prompt's ids, and what they were made with."""
-
-    card: ModelCard
-    renderer: Renderer
-    token_ids: list[int]
-    options: TemplateOptions
-    use: ToolUse | None
 
 
 class Turn(NamedTuple):
@@ -69,13 +58,25 @@ class Turns:
         self.renderers = renderers
         self._interpreter = interpreter or Interpreter()
 
-    async def prepare(self, request: ChatRequest, *, answer_id: str, team: str, size: int) -> Turn:
+    async def prepare(
+        self, request: ChatRequest, *, answer_id: str, caller: Caller, size: int
+    ) -> Turn:
         """`size` is the body's, in bytes: large ones are worked on in a thread.
 
         Raises ForebayError for everything that is wrong with the request.
         """
-        card, renderer, prompt, options, use = await self.render(request, size)
+        card = find_model(self.backend.roster, request.model, caller)
+        use = tool_use(
+            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
+        )
+        if use is not None and use.forced:
+            params.need(card, CAP_GRAMMAR, "tool_choice")
+        options = _template_options(request, use)
         logprobs = params.chat_logprobs(request, card)
+        renderer = await self.renderers.get(card)
+        prompt = await self.renderers.run(
+            lambda: renderer.chat(_conversation(request, card), options), size
+        )
         sampling = params.sampling_params(
             request,
             card,
@@ -87,26 +88,8 @@ class Turns:
         reading = self._interpreter.reading(renderer, prompt, use, thinks=thinks)
         if reading.grammar is not None:
             sampling = replace(sampling, grammar=reading.grammar)
-        job = new_job(answer_id, request, card, prompt, sampling, team)
+        job = new_job(answer_id, request, card, prompt, sampling, caller)
         return Turn(request, renderer, job, reading, logprobs)
-
-    async def render(self, request: ChatRequest, size: int) -> Rendered:
-        """The prompt alone, which may be longer than what the model takes.
-
-        Raises ForebayError for what is wrong with the messages, the tools or the template's values.
-        """
-        card = find_model(self.backend.roster, request.model)
-        use = tool_use(
-            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
-        )
-        if use is not None and use.forced:
-            params.need(card, CAP_GRAMMAR, "tool_choice")
-        options = _template_options(request, use)
-        renderer = await self.renderers.get(card)
-        prompt = await self.renderers.run(
-            lambda: renderer.chat(_conversation(request, card), options), size
-        )
-        return Rendered(card, renderer, prompt, options, use)
 
     def run(
         self,
@@ -148,15 +131,15 @@ class Turns:
         return StreamedAnswer(transcript, writer, open_streams, early_s, keep)
 
 
-def find_model(roster: Models, name: str) -> ModelCard:
-    """The card that serves `name`. Raises ModelNotFoundError that names it, NoWorkerError."""
+def find_model(roster: Models, name: str, caller: Caller) -> ModelCard:
+    """The card that serves `name` to the caller. Raises ModelNotFoundError that names it,
+    NoWorkerError.
+    """
+    caller.check_model(name)
     try:
         return roster.find(name)
     except ModelNotFoundError:
-        shown = name[:MAX_SHOWN_NAME]
-        raise ModelNotFoundError(
-            f"The model '{shown}' does not exist or is not served here.", param="model"
-        ) from None
+        raise unknown_model(name) from None
 
 
 def room(card: ModelCard, prompt: Sequence[int], param: str) -> int:
@@ -175,7 +158,7 @@ def new_job(
     card: ModelCard,
     prompt: list[int],
     sampling: SamplingParams,
-    team: str,
+    caller: Caller,
 ) -> Job:
     return Job(
         request_id=request_id,
@@ -183,9 +166,10 @@ def new_job(
         prompt=prompt,
         sampling=sampling,
         n=request.n or 1,
-        cache_salt=params.cache_salt(request),
-        team=team,
-        priority=request.priority or 0,
+        cache_salt=caller.cache_salt + params.cache_salt(request),
+        team=caller.team,
+        weight=caller.weight,
+        priority=caller.priority(request.priority or 0),
     )
 
 

@@ -1,0 +1,67 @@
+"""Whose request this is: what the edge found out, for whoever prepares and places the work."""
+
+from forebay_shared.errors import ModelNotFoundError, PermissionDeniedError
+
+from forebay_gateway.teams.access import Access
+
+Headers = list[tuple[bytes, bytes]]
+
+_OF_ROOT = frozenset({"admin", "models", "version", "metrics"})
+MAX_SHOWN_NAME = 100
+
+
+class Caller:
+    """One request's caller. A configured key, or nobody in particular, has no `access`: for it
+    everything is allowed but the admin API, and nothing is counted.
+
+    `team` is the engine's fairness key, opaque and stable; `headers` go out with the answer.
+    """
+
+    __slots__ = ("access", "headers", "root", "team")
+
+    def __init__(self, team: str = "", access: Access | None = None, *, root: bool = False) -> None:
+        self.team = team
+        self.access = access
+        self.root = root
+        """It is the admin key: it may do everything in the admin API, and nothing else."""
+        self.headers: Headers = []
+
+    @property
+    def cache_salt(self) -> str:
+        """What keeps the team's cached prefixes apart; empty where they are shared."""
+        return self.access.cache_salt if self.access else ""
+
+    @property
+    def weight(self) -> float:
+        return self.access.weight if self.access else 1.0
+
+    def priority(self, asked: int) -> int:
+        """The engine's priority, lower first: a team's request may only stand back, not jump."""
+        return asked if self.access is None else max(0, asked)
+
+    def check_route(self, route: str) -> None:
+        """Raises PermissionDeniedError where it may not go. `route` is the metrics' name of it."""
+        if self.access is not None:
+            self.access.check_route(route)
+        elif self.root and route not in _OF_ROOT:
+            raise PermissionDeniedError(
+                "The admin key opens /admin/v1 alone: make a key for a team with it."
+            )
+        elif route == "admin" and not self.root:
+            raise PermissionDeniedError("This API key has no role in the admin API.")
+
+    def sees(self, model: str) -> bool:
+        """Whether the caller may know and use a model by this public name."""
+        return self.access is None or self.access.may_use(model)
+
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFoundError for a model that the caller may not know of."""
+        if not self.sees(model):
+            raise unknown_model(model)
+
+
+def unknown_model(name: str) -> ModelNotFoundError:
+    """The error that names a model; the same whether it does not exist or is another team's."""
+    return ModelNotFoundError(
+        f"The model '{name[:MAX_SHOWN_NAME]}' does not exist or is not served here.", param="model"
+    )

@@ -1,0 +1,106 @@
+"""Plain data to records: types, unknown fields, and what a type cannot say.
+
+Every error names the field by its path. It knows no Redis and no HTTP.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterator, Sequence
+from typing import cast, get_args
+from zoneinfo import ZoneInfo
+
+import msgspec
+from forebay_shared.errors import InvalidRequestError
+from forebay_shared.telemetry import ROUTES
+from msgspec.structs import fields
+
+from forebay_gateway.teams.records import TYPES, Alias, Entry, Key, Kind
+
+
+def parse(kind: Kind, tree: object, where: str) -> Entry:
+    """A record of plain data. Raises InvalidRequestError that names the field below `where`."""
+    cls = TYPES[kind]
+    try:
+        entry = msgspec.convert(tree, cls)
+    except msgspec.ValidationError as error:
+        raise _badly_typed(str(error), where) from None
+    unknown = next(_unknown(tree, cls, where), None)
+    if unknown is not None:
+        raise InvalidRequestError(f"{unknown} is not a field that there is.", param=unknown)
+    check(entry, where)
+    return entry
+
+
+def check(entry: Entry, where: str) -> None:
+    """What a type cannot say. Raises InvalidRequestError that names the field below `where`."""
+    seen: set[tuple[str, str]] = set()
+    for number, budget in enumerate(entry.budgets):
+        at = f"{where}.budgets[{number}]"
+        if (budget.unit, budget.window) in seen:
+            raise _invalid(at, "is the second of its unit and window")
+        seen.add((budget.unit, budget.window))
+        try:
+            ZoneInfo(budget.time_zone)
+        except (KeyError, ValueError, OSError):
+            raise _invalid(f"{at}.time_zone", "must be a zone such as Europe/Paris") from None
+    if isinstance(entry, Key):
+        _check_key(entry, where)
+    elif isinstance(entry, Alias):
+        if not any(target.weight for target in entry.targets):
+            raise _invalid(f"{where}.targets", "needs a weight above 0")
+        if entry.deprecated and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", entry.deprecated):
+            raise _invalid(f"{where}.deprecated", "must be a date such as 2026-12-31")
+
+
+def _check_key(key: Key, where: str) -> None:
+    if not key.team and key.role != "owner":
+        raise _invalid(f"{where}.team", "is needed for every role but owner")
+    for number, route in enumerate(key.routes):
+        if route not in ROUTES:
+            known = ", ".join(ROUTES)
+            raise _invalid(f"{where}.routes[{number}]", f"must be one of {known}")
+    for number, network in enumerate(key.networks):
+        try:
+            ipaddress.ip_network(network)
+        except ValueError:
+            raise _invalid(
+                f"{where}.networks[{number}]", "must be a network such as 10.0.0.0/8"
+            ) from None
+
+
+def _invalid(at: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{at} {what}.", param=at)
+
+
+def _badly_typed(message: str, where: str) -> InvalidRequestError:
+    """msgspec's message, which ends in a path, as a sentence about the field."""
+    text, _, path = message.partition(" - at `$")
+    at = where + path.rstrip("`")
+    return InvalidRequestError(f"{at}: {text}.", param=at)
+
+
+def _unknown(tree: object, cls: object, where: str) -> Iterator[str]:
+    """Paths of fields in `tree` that `cls` does not have."""
+    if isinstance(tree, list | tuple):
+        for number, item in enumerate(cast("Sequence[object]", tree)):
+            yield from _unknown(item, cls, f"{where}[{number}]")
+    struct = _struct_in(cls)
+    if struct is None or not isinstance(tree, dict):
+        return
+    kinds: dict[str, object] = {each.encode_name: each.type for each in fields(struct)}
+    for name, value in cast("dict[str, object]", tree).items():
+        at = f"{where}.{name}"
+        if name not in kinds:
+            yield at
+        else:
+            yield from _unknown(value, kinds[name], at)
+
+
+def _struct_in(cls: object) -> type[msgspec.Struct] | None:
+    """The struct that a field's type is, or is a list of."""
+    if isinstance(cls, type) and issubclass(cls, msgspec.Struct):
+        return cls
+    for part in get_args(cls):
+        if (found := _struct_in(part)) is not None:
+            return found
+    return None

@@ -1,0 +1,191 @@
+"""What the directory holds: organisations, teams, users, keys, models, aliases: frozen records.
+
+A record is JSON in Redis, under `kind/id`. Fields are only ever added, with defaults, and a reader
+ignores what it does not know, so gateways of two versions share one directory. It knows no Redis
+and no HTTP.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Kind = Literal["organisation", "team", "user", "key", "model", "alias"]
+KINDS: tuple[Kind, ...] = ("organisation", "team", "user", "key", "model", "alias")
+"""Parents come before children."""
+
+Role = Literal["owner", "admin", "member", "viewer"]
+ROLES: tuple[Role, ...] = ("viewer", "member", "admin", "owner")
+"""The least powerful first."""
+
+Priority = Literal["high", "normal", "low"]
+PRIORITIES: Mapping[Priority, float] = {"high": 8.0, "normal": 1.0, "low": 0.125}
+"""Factors of a team's weight. A strict order would let the low ones starve."""
+
+Unit = Literal["money", "tokens"]
+Window = Literal["hour", "day", "week", "month", "total"]
+
+MAX_LIST = 256
+_ID = r"^[a-z0-9][a-z0-9._@-]{0,62}$"
+_NAME = r"^[^\x00/][^\x00]{0,127}$"
+
+Id = Annotated[str, Meta(pattern=_ID)]
+Parent = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._@-]{0,62})?$")]
+"""An id, or empty."""
+Count = Annotated[int, Meta(ge=0, le=10**12)]
+Text = Annotated[str, Meta(max_length=200)]
+Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=MAX_LIST)]
+
+
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Rates as token buckets that hold one minute's (one day's) worth. None: no limit."""
+
+    requests_per_minute: Count | None = None
+    input_tokens_per_minute: Count | None = None
+    output_tokens_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    tokens_per_day: Count | None = None
+    concurrent_requests: Count | None = None
+
+
+class Budget(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """At most `amount` (of the currency, or tokens) in each window, which begins in `time_zone`."""
+
+    amount: Annotated[float, Meta(ge=0, le=1e12)]
+    unit: Unit = "money"
+    window: Window = "month"
+    time_zone: Annotated[str, Meta(max_length=64)] = "UTC"
+
+
+class Price(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Money per million tokens. `cached_input` None: as `input`."""
+
+    input: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    cached_input: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    output: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+
+
+Budgets = Annotated[tuple[Budget, ...], Meta(max_length=10)]
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What every record has. `limits` and `budgets` hold for all that is below it, together."""
+
+    id: Id
+    name: Text = ""
+    limits: Limits = Limits()
+    budgets: Budgets = ()
+    disabled: bool = False
+
+
+class Organisation(Record, frozen=True, omit_defaults=True, kw_only=True):
+    """Holds teams."""
+
+
+class Team(Record, frozen=True, omit_defaults=True, kw_only=True):
+    """Holds users and keys. `models` are the public names that it may use; empty: all.
+
+    `weight` times the factor of `priority` is its share of the engines. With `share_cache` it
+    reuses the cached prefixes of other teams that share, and they its own.
+    """
+
+    organisation: Id
+    models: Names = ()
+    priority: Priority = "normal"
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    share_cache: bool = False
+
+
+class User(Record, frozen=True, omit_defaults=True, kw_only=True):
+    """A person in a team. `role` bounds the role of each of its keys."""
+
+    team: Id
+    role: Role = "member"
+
+
+class StoredSecret(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A keyed digest of a key's secret, in hex. `expires`: seconds since 1970; 0: never."""
+
+    digest: str
+    expires: float = 0.0
+
+
+class Key(Record, frozen=True, omit_defaults=True, kw_only=True):
+    """A bearer key. Its id is the public part; `secrets` are two while a rotation's grace lasts.
+
+    `team` is empty only for an owner's key: of `organisation`, or of the whole fleet.
+    """
+
+    team: Parent = ""
+    organisation: Parent = ""
+    user: Parent = ""
+    role: Role = "member"
+    secrets: Annotated[tuple[StoredSecret, ...], Meta(max_length=4)] = ()
+    created: float = 0.0
+    expires: Annotated[float, Meta(ge=0)] = 0.0
+    models: Names = ()
+    routes: Names = ()
+    networks: Names = ()
+
+
+class Model(Record, frozen=True, omit_defaults=True, kw_only=True):
+    """What a served model costs and bears. Its id is its main name."""
+
+    id: Annotated[str, Meta(pattern=_NAME)]
+    price: Price = Price()
+
+
+class Target(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A served model and its share of the requests."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=200)]
+    weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+
+
+class Defaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Values of request fields."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+
+
+class Alias(Record, frozen=True, omit_defaults=True, kw_only=True):
+    """A public name for served models. Its id is the name, or `team/name` where it is one team's.
+
+    One target is drawn by weight; `fallbacks` follow when it cannot serve. `defaults` fill absent
+    fields, `caps` bound them. From `deprecated` (a date) on, answers carry a warning.
+    """
+
+    id: Annotated[str, Meta(pattern=r"^[^\x00]{1,192}$")]
+    team: Parent = ""
+    targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=32)]
+    fallbacks: Names = ()
+    defaults: Defaults = Defaults()
+    caps: Defaults = Defaults()
+    deprecated: Annotated[str, Meta(max_length=10)] = ""
+
+    @property
+    def public_name(self) -> str:
+        return self.id.removeprefix(f"{self.team}/") if self.team else self.id
+
+
+Entry = Organisation | Team | User | Key | Model | Alias
+TYPES: Mapping[Kind, type[Entry]] = {
+    "organisation": Organisation,
+    "team": Team,
+    "user": User,
+    "key": Key,
+    "model": Model,
+    "alias": Alias,
+}
+_KIND_OF: Mapping[type[Entry], Kind] = {cls: kind for kind, cls in TYPES.items()}
+
+
+def kind_of(entry: Entry) -> Kind:
+    return _KIND_OF[type(entry)]
+
+
+def place_of(entry: Entry) -> str:
+    """Its field in the directory: `kind/id`."""
+    return f"{kind_of(entry)}/{entry.id}"

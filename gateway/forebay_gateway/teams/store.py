@@ -1,0 +1,93 @@
+"""Writes the directory: records in one atomic step, each against the revision it was read at.
+
+What is written is checked here once more as a whole: no record without its parent, no two keys of
+one name. It knows no HTTP.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import msgspec
+from forebay_shared import keys
+from forebay_shared.bus import Publisher
+from forebay_shared.errors import BusError, ConflictError
+from forebay_shared.link import Argument
+from forebay_shared.scripts import Script
+from forebay_shared.wire import WIRE_VERSION
+
+from forebay_gateway.teams.directory import Directory, encode
+from forebay_gateway.teams.records import Entry, Key
+from forebay_gateway.teams.sync import DirectorySync
+
+ANY = -1
+"""Whatever revision a record has."""
+MIRRORED_S = 2.0
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A record at `place` to write (None: delete), which must be at revision `expected`."""
+
+    place: str
+    entry: Entry | None
+    expected: int = ANY
+
+
+class DirectoryStore:
+    """The one that changes the directory."""
+
+    def __init__(self, publisher: Publisher, directory: Directory, sync: DirectorySync) -> None:
+        self._publisher = publisher
+        self._directory = directory
+        self._sync = sync
+        self._script = Script("commit")
+
+    async def commit(self, changes: Sequence[Change], *, who: str, what: str) -> int:
+        """Makes all changes or none; the directory's revision after. The mirror has them then.
+
+        `who` and `what` go into the audit log.
+
+        Raises:
+            ConflictError: a record is not at the expected revision, lacks its parent, or its name
+                is taken.
+            BusError: Redis did not answer, and the changes may have been made or not.
+        """
+        if not changes:
+            return self._directory.revision
+        self._check({change.place: change.entry for change in changes})
+        arguments: list[Argument] = [
+            keys.CHANGES_MAXLEN,
+            keys.AUDIT_MAXLEN,
+            who,
+            what,
+            WIRE_VERSION,
+        ]
+        for change in changes:
+            value = "" if change.entry is None else encode(change.entry)
+            arguments += [change.place, change.expected, value]
+        answer = await self._script.call(
+            self._publisher,
+            [keys.directory(), keys.directory_revision(), keys.changes(), keys.audit()],
+            arguments,
+        )
+        revision = cast(int, answer)
+        if revision < 0:
+            place = changes[-revision - 1].place
+            raise ConflictError(f"{place} was changed by somebody else meanwhile: read it again.")
+        if not await self._sync.reached(revision, MIRRORED_S):
+            raise BusError("The change was made, but is not seen here yet.", retry_after_s=1.0)
+        return revision
+
+    def _check(self, changes: Mapping[str, Entry | None]) -> None:
+        lonely = self._directory.missing_parent(changes)
+        if lonely is not None:
+            raise ConflictError(f"{lonely[0]} needs {lonely[1]}, which would not exist.")
+        names = {
+            (entry.team, entry.organisation, entry.name): f"key/{entry.id}"
+            for entry in cast("list[Key]", self._directory.all("key"))
+            if entry.name and f"key/{entry.id}" not in changes
+        }
+        for place, entry in changes.items():
+            if not isinstance(entry, Key) or not entry.name:
+                continue
+            if names.setdefault((entry.team, entry.organisation, entry.name), place) != place:
+                raise ConflictError(f"There is a key named '{entry.name}' in this team already.")

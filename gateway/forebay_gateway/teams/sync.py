@@ -1,0 +1,154 @@
+"""Keeps the directory's mirror in step with Redis: loads it, follows the changes, and asks.
+
+A change is pushed on a stream, which the gateway's reader reads with the others. The revision is
+also asked for each second, over a connection of its own, so a push that is lost costs a second.
+It knows no HTTP.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import cast
+
+from forebay_shared import keys
+from forebay_shared.link import LINK_ERRORS, Answer, Backoff, Command, Link
+from forebay_shared.packets import CHANGES
+from forebay_shared.reader import Feed
+from forebay_shared.wire import Changed
+from redis.exceptions import ResponseError
+
+from forebay_gateway.teams.directory import Directory
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+TRIP_S = 10.0
+SCAN_COUNT = 1_000
+
+
+class DirectorySync:
+    """The one that writes the mirror.
+
+    `fresh_at`: when the mirror was last known to be whole, in the loop's seconds; None: never yet.
+    """
+
+    def __init__(self, url: str, directory: Directory, pepper: str = "") -> None:
+        self._link = Link(url)
+        self._directory = directory
+        self._given_pepper = pepper.encode()
+        self._stale = asyncio.Event()
+        self._advanced = asyncio.Event()
+        self._polled = 0
+        self._loading = False
+        self._meanwhile: list[Changed] = []
+        self.pepper = self._given_pepper
+        self.fresh_at: float | None = None
+        self.reloads = 0
+
+    def feed(self) -> Feed[Changed]:
+        """The stream of changes, for the gateway's reader."""
+        return Feed(keys.changes(), CHANGES, self.receive, owned=False, reset=self._stale.set)
+
+    def receive(self, changes: Sequence[Changed]) -> None:
+        """Takes the changes of one packet; a gap makes everything be loaded again."""
+        if self._loading:
+            self._meanwhile.extend(changes)
+        else:
+            self._follow(changes)
+
+    async def run(self) -> None:
+        """Loads, then asks each second whether it still has everything; for ever."""
+        backoff = Backoff()
+        try:
+            while True:
+                try:
+                    await self._check()
+                    backoff.reset()
+                    await self._pause()
+                except LINK_ERRORS as error:
+                    log.warning("the directory's mirror lost redis: %s", type(error).__name__)
+                    await backoff.wait()
+        finally:
+            await self._link.close()
+
+    async def reached(self, revision: int, timeout_s: float) -> bool:
+        """Waits until the mirror has a change; False when the time runs out."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._directory.revision < revision:
+                    await self._advanced.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def make_pepper(self) -> bytes:
+        """The key of the digests; the first caller of an installation draws it. Raises BusError."""
+        if not self.pepper:
+            drawn = secrets.token_hex(32)
+            answers = await self._ask([("SET", keys.pepper(), drawn, "NX"), ("GET", keys.pepper())])
+            self.pepper = cast(bytes, answers[1])
+        return self.pepper
+
+    async def _check(self) -> None:
+        before = self._directory.revision
+        [answer] = await self._ask([("GET", keys.directory_revision())])
+        revision = int(cast(bytes, answer or b"0"))
+        # A change that was there a second ago and is not here will come by no push; and a Redis
+        # that has fewer changes than we do has been put back.
+        lags = self._directory.revision < self._polled or revision < before
+        self._polled = revision
+        if self.fresh_at is None or self._stale.is_set() or lags:
+            await self._load()
+        self.fresh_at = asyncio.get_running_loop().time()
+
+    async def _load(self) -> None:
+        """Reads everything. The revision comes first: what changes meanwhile is followed after."""
+        self._stale.clear()
+        self._loading = True
+        try:
+            first = await self._ask([("GET", keys.directory_revision()), ("GET", keys.pepper())])
+            values = await self._scan()
+            self.pepper = self._given_pepper or cast("bytes | None", first[1]) or b""
+            self._directory.load(int(cast(bytes, first[0] or b"0")), values.items())
+        finally:
+            self._loading = False
+            meanwhile, self._meanwhile = self._meanwhile, []
+            self._follow(meanwhile)
+        self.reloads += 1
+        if self._directory.unreadable:
+            log.warning("%d records of the directory are unreadable", self._directory.unreadable)
+
+    async def _scan(self) -> dict[str, str]:
+        values: dict[str, str] = {}
+        cursor = b"0"
+        while True:
+            [page] = await self._ask([("HSCAN", keys.directory(), cursor, "COUNT", SCAN_COUNT)])
+            cursor, pairs = cast("tuple[bytes, list[bytes]]", page)
+            for name, record in zip(pairs[::2], pairs[1::2], strict=True):
+                values[name.decode()] = record.decode()
+            if cursor == b"0":
+                return values
+
+    def _follow(self, changes: Sequence[Changed]) -> None:
+        whole = True
+        for change in changes:
+            whole = self._directory.follow(change) and whole
+        if not whole or (changes and not self.pepper):
+            self._stale.set()
+        self._advanced.set()
+        self._advanced = asyncio.Event()
+
+    async def _ask(self, commands: list[Command]) -> list[Answer]:
+        answers = await self._link.run(commands, TRIP_S)
+        for answer in answers:
+            if isinstance(answer, ResponseError):
+                raise answer
+        return answers
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(POLL_S):
+                await self._stale.wait()
+        except TimeoutError:
+            pass

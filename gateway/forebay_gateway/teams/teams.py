@@ -1,0 +1,50 @@
+"""Teams, as the gateway's HTTP side sees them: who a presented key is. Everything else hangs here.
+
+It knows no HTTP; `sync` knows Redis.
+"""
+
+import asyncio
+import time
+
+from forebay_shared.bus import Publisher
+from forebay_shared.errors import BusError
+from forebay_shared.settings import GatewaySettings
+
+from forebay_gateway.teams.access import Gatekeeper
+from forebay_gateway.teams.caller import Caller
+from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.secrets import Token
+from forebay_gateway.teams.store import DirectoryStore
+from forebay_gateway.teams.sync import DirectorySync
+
+STALE_S = 60.0
+"""So long the mirror speaks for a Redis that is away. After it, keys are neither good nor bad."""
+
+
+class Teams:
+    """The directory, its mirror and its keys."""
+
+    def __init__(self, settings: GatewaySettings, publisher: Publisher) -> None:
+        self.directory = Directory()
+        self.sync = DirectorySync(settings.redis_url, self.directory, settings.key_pepper)
+        self.store = DirectoryStore(publisher, self.directory, self.sync)
+        self._gatekeeper = Gatekeeper(self.directory)
+        self._always = settings.teams
+
+    @property
+    def closed(self) -> bool:
+        """Nobody may call without a key: keys exist, or it was asked for."""
+        return self._always or len(self.directory) > 0
+
+    def identify(self, token: Token, client: str) -> Caller:
+        """The caller with this key. `client` is its address.
+
+        Raises:
+            AuthenticationError, PermissionDeniedError: it may not call.
+            BusError: nobody can know now.
+        """
+        fresh_at = self.sync.fresh_at
+        if fresh_at is None or asyncio.get_running_loop().time() - fresh_at > STALE_S:
+            raise BusError("Keys cannot be checked now. Please retry.", retry_after_s=2.0)
+        access = self._gatekeeper.open(token, self.sync.pepper, time.time(), client)
+        return Caller(access.engine_team, access)

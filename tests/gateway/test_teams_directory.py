@@ -1,0 +1,264 @@
+"""The directory: records, rights, and every gateway's mirror of what is in Redis."""
+
+import asyncio
+
+import pytest
+from forebay_gateway.teams import keymaker
+from forebay_gateway.teams.access import Gatekeeper
+from forebay_gateway.teams.checks import parse
+from forebay_gateway.teams.directory import Directory, encode
+from forebay_gateway.teams.records import Entry, Key, Organisation, Team, place_of
+from forebay_gateway.teams.secrets import split
+from forebay_gateway.teams.store import Change
+from forebay_shared import keys
+from forebay_shared.errors import (
+    AuthenticationError,
+    BusError,
+    ConflictError,
+    InvalidRequestError,
+    PermissionDeniedError,
+)
+from forebay_shared.wire import Changed
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from redis_house import RedisServer, WaitUntil
+from teams_house import BASICS, NOW, PEPPER, gateways, key_of, write
+
+
+def filled(*entries: Entry) -> Directory:
+    directory = Directory()
+    values = [(place_of(e), f"{n + 1} {encode(e)}") for n, e in enumerate((*BASICS, *entries))]
+    directory.load(len(values), values)
+    return directory
+
+
+def enter(directory: Directory, sent: str, client: str = "10.1.2.3", now: float = NOW):
+    token = split(sent.encode())
+    assert token is not None
+    return Gatekeeper(directory).open(token, PEPPER, now, client)
+
+
+def test_a_key_opens_with_its_whole_secret_and_nothing_else() -> None:
+    key, sent = key_of()
+    directory = filled(key)
+    assert enter(directory, sent).team_id == "red"
+    other, other_sent = key_of()
+    for wrong in (sent[:-1], sent + "0", other_sent, sent.replace(key.id, other.id)):
+        with pytest.raises(AuthenticationError):
+            enter(directory, wrong)
+
+
+def test_what_is_no_key_of_ours_is_not_looked_up() -> None:
+    for sent in (b"", b"sk-", b"sk-fb-", b"sk-fb-abc", b"sk-fb-abc-", b"sk-fb-\xff-x", b"sk-x-y"):
+        assert split(sent) is None
+    assert split(b"sk-fb-" + b"a" * 200 + b"-b") is None
+
+
+def test_an_expired_key_a_disabled_parent_and_a_foreign_network_do_not_open() -> None:
+    key, sent = key_of(expires=NOW + 10, networks=("10.0.0.0/8", "fd00::/8"), user="ann")
+    directory = filled(key)
+    assert enter(directory, sent, "::ffff:10.0.0.1").user is not None
+    assert enter(directory, sent, "fd00::1").role == "member"
+    with pytest.raises(AuthenticationError):
+        enter(directory, sent, now=NOW + 10)
+    for client in ("11.0.0.1", "", "fe80::1%eth0", "unix"):
+        with pytest.raises(PermissionDeniedError):
+            enter(directory, sent, client)
+    for parent in (*BASICS[:2], BASICS[3], key):
+        with pytest.raises(PermissionDeniedError, match="disabled"):
+            enter(filled(key, replace(parent, disabled=True)), sent)
+
+
+def test_a_rotated_key_has_two_secrets_until_the_grace_ends() -> None:
+    key, first = key_of()
+    key, second = keymaker.rotate(key, PEPPER, NOW, 60)
+    key, third = keymaker.rotate(key, PEPPER, NOW + 1, 60)
+    directory = filled(key)
+    assert enter(directory, third)
+    assert enter(directory, second, now=NOW + 60.9)
+    for sent, now in ((first, NOW), (second, NOW + 61)):
+        with pytest.raises(AuthenticationError):
+            enter(directory, sent, now=now)
+    key, fourth = keymaker.rotate(key, PEPPER, NOW + 2, 0)
+    assert len(key.secrets) == 1
+    assert enter(filled(key), fourth)
+
+
+def test_a_key_sees_the_models_that_it_and_its_team_may_use() -> None:
+    team = Team(id="red", organisation="acme", models=("a", "b"))
+    key, sent = key_of(models=("b", "c"))
+    access = enter(filled(team, key), sent)
+    assert [name for name in "abcd" if access.may_use(name)] == ["b"]
+    key, sent = key_of()
+    assert enter(filled(key), sent).may_use("anything")
+
+
+def test_a_users_role_bounds_its_keys_and_teams_have_salts_of_their_own() -> None:
+    key, sent = key_of(role="owner", user="ann")
+    red = enter(filled(key), sent)
+    key, sent = key_of("blue")
+    blue = enter(filled(key), sent)
+    assert red.role == "admin"
+    assert red.cache_salt != blue.cache_salt
+    assert red.engine_team != blue.engine_team
+    assert "red" not in red.cache_salt + red.engine_team
+    sharing = Team(id="blue", organisation="acme", share_cache=True, priority="high", weight=2)
+    access = enter(filled(sharing, key), sent)
+    assert (access.cache_salt, access.weight) == ("", 16.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree", "field"),
+    [
+        ("team", {"id": "a"}, "x: Object missing required field `organisation`"),
+        ("team", {"id": "A b", "organisation": "o"}, "x.id"),
+        ("team", {"id": "a", "organisation": "o", "wieght": 1}, "x.wieght"),
+        ("team", {"id": "a", "organisation": "o", "limits": {"rpm": 1}}, "x.limits.rpm"),
+        ("team", {"id": "a", "organisation": "o", "weight": 0}, "x.weight"),
+        ("team", {"id": "a", "organisation": "o", "budgets": [{"amount": -1}]}, r"x.budgets\[0\]"),
+        (
+            "team",
+            {"id": "a", "organisation": "o", "budgets": [{"amount": 1, "time_zone": "Mars/X"}]},
+            r"x.budgets\[0\].time_zone",
+        ),
+        (
+            "team",
+            {"id": "a", "organisation": "o", "budgets": [{"amount": 1}, {"amount": 2}]},
+            r"x.budgets\[1\] is the second",
+        ),
+        ("key", {"id": "a", "team": "t", "networks": ["10.0.0.1/8"]}, r"x.networks\[0\]"),
+        ("key", {"id": "a", "team": "t", "routes": ["chat"]}, r"x.routes\[0\]"),
+        ("key", {"id": "a", "role": "admin"}, "x.team"),
+        ("alias", {"id": "a", "targets": []}, "x.targets"),
+        ("alias", {"id": "a", "targets": [{"model": "m", "weight": 0}]}, "x.targets"),
+        ("alias", {"id": "a", "targets": [{"model": "m"}], "deprecated": "soon"}, "x.deprecated"),
+        ("organisation", [], "x: Expected `object`"),
+    ],
+)
+def test_a_bad_record_is_refused_by_its_field(kind, tree, field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=field):
+        parse(kind, tree, "x")
+
+
+names = st.sampled_from(["acme", "beta", "gamma"])
+steps = st.lists(st.tuples(names, st.booleans()), max_size=30)
+
+
+@given(steps, st.integers(0, 30))
+def test_a_mirror_that_loads_at_any_moment_and_follows_ends_like_all_others(
+    steps: list[tuple[str, bool]], joins_at: int
+) -> None:
+    """One mirror follows all changes, one loads a snapshot in between and follows the rest."""
+    changes: list[Changed] = []
+    stored: dict[str, str] = {}
+    snapshot, at = dict(stored), 0
+    for number, (name, kept) in enumerate(steps, 1):
+        if number == joins_at:
+            snapshot, at = dict(stored), number - 1
+        value = encode(Organisation(id=name, name=str(number))) if kept else ""
+        changes.append(Changed(number, f"organisation/{name}", value))
+        stored.pop(f"organisation/{name}", None)
+        if kept:
+            stored[f"organisation/{name}"] = f"{number} {value}"
+    first, second = Directory(), Directory()
+    second.load(at, snapshot.items())
+    for change in changes:
+        assert first.follow(change)
+        assert second.follow(change)
+    assert first.everything() == second.everything()
+    assert {place: first.revision_of(place) for place in stored} == {
+        place: second.revision_of(place) for place in stored
+    }
+    assert not first.follow(Changed(len(changes) + 2, "organisation/acme", ""))
+
+
+async def test_a_change_is_on_every_gateway_at_once_and_in_the_audit_log(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    async with gateways(redis_server.url, 3, wait_until) as backends:
+        assert not backends[0].teams.closed
+        key, sent = key_of()
+        revision = await write(backends[0], [*BASICS, key])
+        token = split(sent.encode())
+        assert token is not None
+        for backend in backends:
+            assert await backend.teams.sync.reached(revision, 1.0)
+            assert backend.teams.closed
+            assert backend.teams.identify(token, "").access.team_id == "red"
+        revision = await write(backends[1], [replace(key, disabled=True)])
+        for backend in backends:
+            assert await backend.teams.sync.reached(revision, 1.0)
+            with pytest.raises(PermissionDeniedError):
+                backend.teams.identify(token, "")
+        assert all(backend.teams.sync.reloads == 1 for backend in backends)
+        audit = redis_server.client.xrange(keys.audit())
+        assert [fields[b"who"] for _, fields in audit] == [b"test", b"test"]
+
+
+async def test_a_lost_push_costs_a_second_and_a_redis_put_back_is_followed(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        teams = backend.teams
+        await write(backend, BASICS)
+        client = redis_server.client
+        client.hset(keys.directory(), "organisation/beta", '9 {"id":"beta"}')
+        client.set(keys.directory_revision(), 9)
+        await wait_until(lambda: teams.directory.organisation("beta") is not None)
+        client.delete(keys.directory(), keys.directory_revision(), keys.changes())
+        await wait_until(lambda: len(teams.directory) == 0)
+
+
+async def test_records_are_written_together_and_only_at_the_expected_revision(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        store = backend.teams.store
+        await write(backend, BASICS)
+        acme = Organisation(id="acme", name="Acme")
+        at = backend.teams.directory.revision_of("organisation/acme")
+        await store.commit([Change("organisation/acme", acme, at)], who="w", what="")
+        stale = [Change("organisation/beta", Organisation(id="beta"), 0)]
+        stale += [Change("organisation/acme", acme, at)]
+        with pytest.raises(ConflictError, match="organisation/acme"):
+            await store.commit(stale, who="w", what="")
+        assert backend.teams.directory.organisation("beta") is None
+        with pytest.raises(ConflictError, match="needs team/none"):
+            await store.commit([Change("key/1", Key(id="1", team="none"))], who="w", what="")
+        with pytest.raises(ConflictError, match="user/ann needs team/red"):
+            await store.commit([Change("team/red", None)], who="w", what="")
+        one, _ = key_of(name="ci")
+        two, _ = key_of(name="ci")
+        await write(backend, [one])
+        with pytest.raises(ConflictError, match="named 'ci'"):
+            await write(backend, [two])
+
+
+async def test_unknown_keys_are_neither_remembered_nor_asked_for(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        await write(backend, BASICS)
+        asked = redis_server.client.info("commandstats")
+        for number in range(100_000):
+            with pytest.raises(AuthenticationError):
+                backend.teams.identify(split(b"sk-fb-%012x-x" % number), "")
+        assert not backend.teams._gatekeeper._resolved
+        after = redis_server.client.info("commandstats")
+        assert asked.get("cmdstat_hget") == after.get("cmdstat_hget")
+
+
+async def test_a_mirror_that_is_too_old_says_neither_yes_nor_no(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        key, sent = key_of()
+        await write(backend, [*BASICS, key])
+        token = split(sent.encode())
+        redis_server.kill()
+        await wait_until(lambda: not backend.connected)
+        assert backend.teams.identify(token, "")
+        backend.teams.sync.fresh_at = asyncio.get_running_loop().time() - 61
+        with pytest.raises(BusError):
+            backend.teams.identify(token, "")
