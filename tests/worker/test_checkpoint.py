@@ -283,6 +283,17 @@ def test_a_directory_that_lacks_a_file_is_told_which(
         resolve(str(out))
 
 
+def test_a_directory_for_random_weights_needs_none(tmp_path: Path, cache: Path) -> None:
+    out = shutil.copytree(
+        resolve(str(write_gguf(tmp_path / "m.gguf")), progress=False), tmp_path / "copy"
+    )
+    for file in out.glob("*.safetensors*"):
+        file.unlink()
+    assert resolve(str(out), weights=False) == out
+    with pytest.raises(CheckpointError, match="has no weights"):
+        resolve(str(out))
+
+
 def test_weights_cut_short_and_missing_shards_are_told(tmp_path: Path, cache: Path) -> None:
     out = shutil.copytree(
         resolve(str(write_gguf(tmp_path / "m.gguf")), progress=False), tmp_path / "copy"

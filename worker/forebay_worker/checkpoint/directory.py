@@ -10,12 +10,15 @@ from typing import cast
 from forebay_worker.checkpoint.errors import CheckpointError
 
 
-def check_directory(path: Path) -> Path:
-    """`path`, when it holds what an engine and a gateway need. Raises CheckpointError if not."""
+def check_directory(path: Path, *, weights: bool = True) -> Path:
+    """`path`, when it holds what an engine and a gateway need; random weights need no file.
+
+    Raises CheckpointError for what it lacks.
+    """
     _read_object(path, "config.json")
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(f"model {path} has no tokenizer.json: save its fast tokenizer there")
-    for name in weight_files(path):
+    for name in weight_files(path) if weights else ():
         _check_weights(path, name)
     return path
 

@@ -18,8 +18,10 @@ DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
-def resolve(model: str, progress: bool = True) -> Path:
+def resolve(model: str, progress: bool = True, *, weights: bool = True) -> Path:
     """The directory of `model`, converted or downloaded when need be.
+
+    Without `weights` a local directory may lack them: they will be random.
 
     Raises CheckpointError with one line when there is no such model or it cannot be used.
     """
@@ -32,7 +34,7 @@ def resolve(model: str, progress: bool = True) -> Path:
             raise CheckpointError(f"model file {file} does not exist")
         return check_directory(convert(file, cache_root() / "models", progress=progress))
     if path.is_dir():
-        return check_directory(path)
+        return check_directory(path, weights=weights)
     if path.exists():
         raise CheckpointError(
             f"model {model} is a file, but no .gguf: give a .gguf file, a directory or a hub id"

@@ -26,7 +26,7 @@ class NativeEngine:
     """Loads the model when made. Raises StartError when it cannot be used as asked."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        directory = resolve(settings.model)
+        directory = resolve(settings.model, weights=settings.load_format != "dummy")
         files = ModelFiles(directory, settings)
         self._runner = make_runner(directory, settings)
         self._settings = settings
