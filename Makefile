@@ -18,10 +18,10 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test coverage lint types contracts format bench clean
+.PHONY: help serve test test-clients coverage lint types contracts format bench clean
 
 help:  ## Show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  PORT=9000 MODEL=./dir API_KEY=sk-mine make serve    ARGS='--gateways 2' for any other flag"
 
 # The key travels in the environment, never on a command line that `ps` shows.
@@ -30,6 +30,10 @@ serve: $(RUNTIME)  ## Serve a model on http://127.0.0.1:PORT/v1 (PORT, MODEL, AP
 
 test: $(DEV)  ## Run every test (ARGS are pytest's)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-clients: $(DEV)  ## Run the SDKs that people use against a server (builds their environments in .clients)
+	@$(BIN)/python tests/clients/environments.py
+	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
 coverage: $(DEV)  ## Run the tests and show branch coverage, of the processes they start too
 	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
@@ -53,7 +57,7 @@ bench: $(RUNTIME)  ## Measure a running server (PORT, API_KEY; ARGS are forebay 
 	FOREBAY_API_KEY="$${API_KEY:-$$(cat "$$key" 2>/dev/null)}" exec $(BIN)/forebay bench serve --base-url "http://127.0.0.1:$(PORT)" $(ARGS)
 
 clean:  ## Remove .venv and all caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	rm -rf $(VENV) .clients .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
 	find shared gateway worker tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_STAMP):

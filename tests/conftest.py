@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from redis_house import RedisServer, WaitUntil, redis_running
@@ -12,6 +13,12 @@ from redis_house import RedisServer, WaitUntil, redis_running
 if shutil.which("nvidia-smi") is None:
     # Triton reads it when it is first imported, which another test's imports may do.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The clients' tests need environments of their own: collected only when they are named."""
+    named = any("clients" in argument for argument in config.args)
+    return True if collection_path.name == "clients" and not named else None
 
 
 @pytest.fixture(scope="session")

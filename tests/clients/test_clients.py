@@ -1,0 +1,71 @@
+"""SDKs that people use, each in an environment of its own, against real servers.
+
+`make test-clients` builds the environments and runs this. Each scenario of each client is one
+test; see `catalog.py` for the list and `scripts/` for what they check.
+"""
+
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+from clients import environments, runner
+from clients.catalog import CLIENTS
+from serve_house import Serve, starting
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+# Routes that are still being built: their scenarios wait for them.
+COMING = {"embeddings": "/embeddings", "responses": "/responses", "messages": "/messages"}
+CASES = [(name, scenario) for name, client in CLIENTS.items() for scenario in client.scenarios]
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[tuple[Serve, Serve]]:
+    """One with the demo model; one that echoes, takes two requests and reads `<think>`."""
+    narrow = ("--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--echo-delay-ms", "10")
+    with starting() as start:
+        model = start()
+        echo = start("--engine", "echo", "--reasoning-parser", "qwen3", *narrow)
+        yield model.wait_ready(240), echo.wait_ready()
+
+
+@pytest.fixture(scope="session")
+def absent(servers: tuple[Serve, Serve]) -> set[str]:
+    return {kind for kind, path in COMING.items() if not _is_there(servers[0], path)}
+
+
+def _is_there(server: Serve, path: str) -> bool:
+    headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, data=b"{}", headers=headers)
+    try:
+        urllib.request.urlopen(request, timeout=10).close()
+    except urllib.error.HTTPError as error:
+        return error.code not in (404, 405)
+    return True
+
+
+@pytest.fixture(scope="session")
+def results(request: pytest.FixtureRequest, servers: tuple[Serve, Serve]) -> runner.Results:
+    """What came of every scenario that this session selected and whose environment is there."""
+    wanted: dict[str, set[str]] = defaultdict(set)
+    for item in request.session.items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        name = parameters.get("client")
+        if name is not None and environments.is_built(CLIENTS[name].environment):
+            wanted[name].add(parameters["scenario"])
+    return runner.run(*servers, wanted)
+
+
+@pytest.mark.parametrize(("client", "scenario"), CASES)
+def test_a_client(client: str, scenario: str, results: runner.Results, absent: set[str]) -> None:
+    environment = CLIENTS[client].environment
+    kind = "messages" if environment == "anthropic" else scenario.partition("_")[0]
+    if kind in absent:
+        pytest.skip(f"there is no /v1{COMING[kind]} yet")
+    if not environments.is_built(environment):
+        pytest.skip(f"the environment {environment} is not built: make test-clients")
+    failure = results[client, scenario]
+    if failure:
+        pytest.fail(failure, pytrace=False)
