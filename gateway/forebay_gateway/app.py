@@ -9,13 +9,16 @@ from litestar.datastructures import State
 from litestar.types import Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
+from forebay_gateway.api.calls import post_routes
+from forebay_gateway.api.dialects import written
 from forebay_gateway.api.edge import Edge
-from forebay_gateway.api.errors import ClientGoneError, envelope, foreseen
+from forebay_gateway.api.errors import ClientGoneError, foreseen
 from forebay_gateway.api.health import health_routes
-from forebay_gateway.api.openai.routes import generation_apps, generation_routes, model_routes
+from forebay_gateway.api.openai.routes import generation_apps, model_routes
 from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.openai.turns import Turns
 from forebay_gateway.api.ports import Services
+from forebay_gateway.api.request_ids import request_id
 from forebay_gateway.auth import Keyring
 from forebay_gateway.interpret import Interpreter
 from forebay_gateway.prompt import Renderers
@@ -32,10 +35,10 @@ def create_app(
     async def warm() -> None:
         await renderers.warm(backend.roster.cards())
 
-    generation = generation_apps(service, settings.max_body_bytes)
+    posts = generation_apps(service, settings.max_body_bytes)
     routes = Litestar(
         route_handlers=[
-            *generation_routes(generation),
+            *post_routes(posts),
             *model_routes(backend.roster),
             *health_routes(backend, draining, warm),
         ],
@@ -48,7 +51,7 @@ def create_app(
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         # The calls that everybody makes go past the router, which takes 9 % of a request's time.
         posted = scope["type"] == "http" and scope["method"] == "POST"
-        direct = generation.get(scope["path"]) if posted else None
+        direct = posts.get(scope["path"]) if posted else None
         await (direct or routes)(scope, receive, send)
 
     return Edge(
@@ -72,9 +75,10 @@ def _answer_error(request: Request[object, object, State], error: Exception) -> 
     ours, headers = foreseen(error)
     if isinstance(ours, MethodNotAllowedError):
         headers.append((b"allow", _allowed_methods(request).encode()))
+    status, body = written(ours, request.scope["path"], request_id(request.scope))
     return Response(
-        envelope(ours),
-        status_code=ours.status,
+        body,
+        status_code=status,
         headers={name.decode(): value.decode("latin-1") for name, value in headers},
     )
 

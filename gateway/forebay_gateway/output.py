@@ -147,6 +147,8 @@ class StopMatcher:
         self._states = [0] * len(self._stops)
         self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""
+        self.matched: str | None = None
+        """The stop string that is complete, once there is one."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """What may go out now, and whether a stop string is complete; then nothing may follow."""
@@ -157,6 +159,7 @@ class StopMatcher:
             matched = self._advance(char)
             if matched:
                 self._held = ""
+                self.matched = whole[position - matched : position]
                 return whole[: position if self._include else position - matched], True
         keep = max(self._states)
         self._held = whole[len(whole) - keep :]
@@ -206,6 +209,11 @@ class Output:
         self._min_tokens = options.min_tokens
         self.tokens = 0
         self.stopped = False
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._matcher.matched if self._matcher else None
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that may go out now. Sets `stopped` when a stop string is complete."""

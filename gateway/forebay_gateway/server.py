@@ -17,7 +17,9 @@ from forebay_shared.errors import ForebayError, HeadersTooLargeError, InvalidReq
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import HANDLED_SIGNALS
 
-from forebay_gateway.api.errors import envelope, error_headers
+from forebay_gateway.api.dialects import written
+from forebay_gateway.api.errors import error_headers
+from forebay_gateway.api.request_ids import new_request_id
 
 MAX_HEADER_BYTES = 32_768
 MAX_HEADERS = 128
@@ -37,6 +39,7 @@ class Protocol(HttpToolsProtocol):
     back nobody notices that its client has left.
     """
 
+    url = b""
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     """Runs from the first byte to the end of a head."""
@@ -137,8 +140,10 @@ class Protocol(HttpToolsProtocol):
             raise ValueError("headers too large")  # the parser turns it into a parse error
 
     def _refuse(self, error: ForebayError) -> None:
-        body = envelope(error)
-        head = [b"HTTP/1.1 %d \r\n" % error.status]
+        request_id = new_request_id()
+        path = self.url.decode("latin-1").partition("?")[0]
+        status, body = written(error, path, request_id)
+        head = [b"HTTP/1.1 %d \r\nx-request-id: %b\r\n" % (status, request_id)]
         head += [name + b": " + value + b"\r\n" for name, value in error_headers(error)]
         head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
         self.transport.write(b"".join(head) + body)

@@ -17,8 +17,8 @@ class Speech:
     """The parts of one sequence's answer as they come.
 
     `tokens` counts what the answer consumed, `reasoning_tokens` those of them that were thinking,
-    the tags included (None where no thinking is told), `calls` the tool calls so far. With
-    `one_call` the answer ends behind its first call.
+    the tags included (None where no thinking is told), `calls` the tool calls so far, `stop` is the
+    stop string that ended it. With `one_call` the answer ends behind its first call.
     """
 
     __slots__ = (
@@ -30,6 +30,7 @@ class Speech:
         "_tools",
         "calls",
         "reasoning_tokens",
+        "stop",
         "stopped",
         "tokens",
     )
@@ -56,6 +57,7 @@ class Speech:
         self.reasoning_tokens = 0 if reasoning else None
         self.calls = 0
         self.stopped = False
+        self.stop: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> list[Part]:
         """What may go out now. Sets `stopped` when nothing may follow."""
@@ -128,6 +130,7 @@ class Speech:
         if self._matcher is None or self.tokens <= self._options.min_tokens:
             return _text(text)
         text, self.stopped = self._matcher.push(text)
+        self.stop = self._matcher.matched
         return _text(text)
 
     def _let_go(self) -> list[Part]:

@@ -121,6 +121,7 @@ def test_the_first_complete_stop_string_ends_the_text_for_every_grouping(
         assert sent + matcher.flush() == text
     else:
         assert sent == text[: found[1] if include else found[0]]
+        assert matcher.matched == text[found[0] : found[1]]
 
 
 @given(text=st.text("ab", max_size=30), stops=STOPS)

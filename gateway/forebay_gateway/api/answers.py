@@ -39,8 +39,9 @@ class Writer(Protocol):
     @property
     def running_usage(self) -> bool: ...
 
-    def opening(self, size: int, usage: Usage | None) -> bytes:
-        """The events before any token of an answer with `size` choices."""
+    def opening(self, size: int, usage: Usage) -> bytes:
+        """The events before any token of an answer with `size` choices. Of the usage only the
+        prompt's is known, and what of it was cached only when the engine has begun."""
         ...
 
     def events(self, update: Update, usage: Usage | None) -> bytes:
@@ -140,7 +141,7 @@ class StreamedAnswer:
     async def _write(self, stream: EventStream) -> None:
         transcript, writer = self._transcript, self._writer
         updates = await self._early()
-        opening = writer.opening(transcript.size, self._running_usage())
+        opening = writer.opening(transcript.size, transcript.usage)
         events = opening + self._events(updates)
         while not transcript.done:
             if events or not stream.started:

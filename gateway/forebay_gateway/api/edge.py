@@ -5,7 +5,6 @@ routes. It answers itself when one of these fails, and counts every answer. It k
 """
 
 import asyncio
-import random
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,9 @@ from forebay_shared.telemetry import GatewayMetrics
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
+from forebay_gateway.api.dialects import speaks_anthropic
 from forebay_gateway.api.errors import ClientGoneError, Headers
+from forebay_gateway.api.request_ids import take_request_id
 from forebay_gateway.api.respond import Answer, error_answer
 from forebay_gateway.auth import METRICS_PATH, OPEN_PATHS, Keyring
 from forebay_gateway.teams.caller import Caller
@@ -27,11 +28,12 @@ _CLIENT_CLOSED = 499
 
 _ENDING = "The server is shutting down."
 
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _UNBOUNDED = OPEN_PATHS | {METRICS_PATH}
 _ROUTES = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "tokenize",
     "/v1/models": "models",
     "/health": "health",
     "/ready": "ready",
@@ -79,7 +81,7 @@ class Edge:
             return
         started = time.perf_counter()
         headers = dict(scope["headers"])
-        extra = self._extra_headers(headers)
+        extra = self._extra_headers(scope, headers)
         status = _CLIENT_CLOSED
 
         async def send_out(message: Message) -> None:
@@ -97,14 +99,15 @@ class Edge:
             await self._admitted(scope, receive, send_out, path, headers)
         except asyncio.CancelledError:
             if status == _CLIENT_CLOSED:
-                await error_answer(OverloadedError(_ENDING))(scope, receive, send_out)
+                ending = error_answer(OverloadedError(_ENDING), scope)
+                await ending(scope, receive, send_out)
             raise
         except ClientGoneError:
             pass  # nobody is there to be answered
         except Exception as error:
             if status != _CLIENT_CLOSED:
                 raise  # the answer has begun: the server closes the connection
-            await error_answer(error)(scope, receive, send_out)
+            await error_answer(error, scope)(scope, receive, send_out)
         finally:
             telemetry.open_requests.dec()
             telemetry.http_request(_route(path), status, time.perf_counter() - started)
@@ -139,19 +142,19 @@ class Edge:
             answer += [*_PREFLIGHT, (b"access-control-allow-headers", wanted)]
         return Answer(b"", answer, status=204)
 
-    def _extra_headers(self, headers: Mapping[bytes, bytes]) -> Headers:
-        """The request's id (the client's own when it is sound) and what CORS asks for."""
-        request_id = headers.get(b"x-request-id", b"")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = b"req_" + b"%024x" % random.getrandbits(96)
+    def _extra_headers(self, scope: HTTPScope, headers: Mapping[bytes, bytes]) -> Headers:
+        """The request's id, under the names that its dialect knows, and what CORS asks for."""
+        request_id = take_request_id(scope, headers)
         extra: Headers = [(b"x-request-id", request_id)]
+        if speaks_anthropic(scope["path"]):
+            extra.append((b"request-id", request_id))
         origin = headers.get(b"origin")
         if self._origins:
             extra.append((b"vary", b"origin"))
             if origin is not None and origin in self._origins:
                 extra += [
                     (b"access-control-allow-origin", origin),
-                    (b"access-control-expose-headers", b"x-request-id, retry-after"),
+                    (b"access-control-expose-headers", b"x-request-id, request-id, retry-after"),
                 ]
         return extra
 

@@ -2,7 +2,9 @@
 
 from litestar.types import Receive, Scope, Send
 
-from forebay_gateway.api.errors import Headers, envelope, foreseen
+from forebay_gateway.api.dialects import written
+from forebay_gateway.api.errors import Headers, foreseen
+from forebay_gateway.api.request_ids import request_id
 
 _JSON: Headers = [(b"content-type", b"application/json")]
 
@@ -23,6 +25,8 @@ class Answer:
         await send({"type": "http.response.body", "body": self._body, "more_body": False})
 
 
-def error_answer(error: Exception) -> Answer:
+def error_answer(error: Exception, scope: Scope) -> Answer:
+    """Any exception as the answer to a request, in the dialect of its path."""
     ours, headers = foreseen(error)
-    return Answer(envelope(ours), headers, ours.status)
+    status, body = written(ours, scope["path"], request_id(scope))
+    return Answer(body, headers, status)

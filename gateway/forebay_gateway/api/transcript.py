@@ -31,7 +31,8 @@ _NEWS_LIMIT = 256
 class Update(msgspec.Struct, gc=False):
     """What one choice got, the tokens behind it, and the reason when it is at its end.
 
-    It got `text`, or `parts` where an answer may hold more than text.
+    It got `text`, or `parts` where an answer may hold more than text. `stop` is the stop string
+    that ended it, when one did.
     """
 
     index: int
@@ -40,6 +41,7 @@ class Update(msgspec.Struct, gc=False):
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     reason: FinishReason | None = None
+    stop: str | None = None
 
 
 class Usage(msgspec.Struct, gc=False):
@@ -224,6 +226,7 @@ class Transcript:
         return update
 
     def _close(self, choice: _Choice, update: Update, reason: FinishReason) -> None:
+        update.stop = choice.output.stop
         called = isinstance(choice.output, Speech) and choice.output.calls > 0
         update.reason = "tool_calls" if called and reason == "stop" else reason
         choice.ended = True

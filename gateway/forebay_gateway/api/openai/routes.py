@@ -1,21 +1,18 @@
 """The routes of the OpenAI dialect: read, one call, answer."""
 
-from collections.abc import Awaitable, Callable, Mapping
-
 import msgspec
 from forebay_shared.models import ModelCard
-from litestar import get, post
+from litestar import get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
-from litestar.types import ASGIApp, Receive, Scope, Send
+from litestar.types import ASGIApp, Scope
 
-from forebay_gateway.api.body import read_json_body
-from forebay_gateway.api.edge import caller, raw_headers
+from forebay_gateway.api.calls import posted
+from forebay_gateway.api.edge import caller
 from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.openai.turns import find_model
 from forebay_gateway.api.ports import Models
 from forebay_gateway.api.respond import Answer
-from forebay_gateway.teams.caller import Caller
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
@@ -35,31 +32,10 @@ class ModelList(msgspec.Struct, frozen=True):
 
 def generation_apps(service: OpenAIService, max_body_bytes: int) -> dict[str, ASGIApp]:
     """What answers a POST, by path."""
-
-    def app(call: Callable[[bytes | bytearray, Caller], Awaitable[ASGIApp]]) -> ASGIApp:
-        async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            body = await read_json_body(raw_headers(scope), receive, max_body_bytes)
-            answer = await call(body, caller(scope))
-            await answer(scope, receive, send)
-
-        return run
-
     return {
-        "/v1/chat/completions": app(service.chat),
-        "/v1/completions": app(service.complete),
+        "/v1/chat/completions": posted(service.chat, max_body_bytes),
+        "/v1/completions": posted(service.complete, max_body_bytes),
     }
-
-
-def generation_routes(apps: Mapping[str, ASGIApp]) -> list[HTTPRouteHandler]:
-    """The same as routes, which know other methods and other spellings of the paths."""
-
-    def route(path: str, app: ASGIApp) -> HTTPRouteHandler:
-        async def answer() -> ASGIApp:
-            return app
-
-        return post(path, status_code=200)(answer)
-
-    return [route(path, app) for path, app in apps.items()]
 
 
 def model_routes(roster: Models) -> list[HTTPRouteHandler]:

@@ -5,18 +5,16 @@ Fields that are known, not supported and would change the answer are declared as
 name. It knows no model, no Litestar and no Redis.
 """
 
-import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from forebay_shared.sampling import MAX_LOGPROBS, MAX_N
 from msgspec import Meta
 
+from forebay_gateway.api.decoding import decode
 from forebay_gateway.api.openai.structured import REMOVED, ResponseFormat, StructuredOutputs
 from forebay_gateway.api.openai.tools import NamedToolChoice, ToolDefinition
-
-T = TypeVar("T")
 
 _MAX_INT32 = 2**31 - 1
 
@@ -146,7 +144,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 def decode_chat(body: bytes | bytearray) -> ChatRequest:
     """Raises InvalidRequestError that names the first bad field."""
-    request = _decode(_chat_decoder, body)
+    request = decode(_chat_decoder, body)
     _refuse_common(request)
     if request.functions:
         raise UnsupportedError("functions is not supported; use tools.", param="functions")
@@ -164,22 +162,11 @@ def decode_chat(body: bytes | bytearray) -> ChatRequest:
 
 def decode_completion(body: bytes | bytearray) -> CompletionRequest:
     """Raises InvalidRequestError that names the first bad field."""
-    request = _decode(_completion_decoder, body)
+    request = decode(_completion_decoder, body)
     _refuse_common(request)
     if request.suffix:
         raise _unsupported("suffix")
     return request
-
-
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise translate(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise InvalidRequestError("The body is not valid JSON in UTF-8.") from None
-    except RecursionError:
-        raise InvalidRequestError("The body is nested too deep.") from None
 
 
 def _refuse_common(request: GenerationRequest) -> None:
@@ -200,45 +187,3 @@ def _unsupported(name: str) -> UnsupportedError:
     if name in REMOVED:
         return UnsupportedError(f"{name} is now {REMOVED[name]}.", param=name)
     return UnsupportedError(f"{name} is not supported.", param=name)
-
-
-# msgspec's messages hold our own names and types only, but for a few that quote the value; those
-# fall through to the plain text.
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
-_BOUND = re.compile(r"^Expected `(\w+)` (>=|<=|>|<) (-?[\d.e+]+)")
-_LENGTH = re.compile(r"^Expected `array` of length >= (\d+)")
-_TYPE = re.compile(r"^Expected `([\w| ]+)`, got")
-_MISSING = re.compile(r"^Object missing required field `(\w+)`")
-_RELATION = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
-_KINDS = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-}
-
-
-def translate(message: str) -> InvalidRequestError:
-    """A decoder's message as an error that names the field and what would be right."""
-    found = _PATH.search(message)
-    param = found.group(1).replace("[...]", "") if found else ""
-    if missing := _MISSING.match(message):
-        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
-        return InvalidRequestError(f"{param} is required.", param=param)
-    if not param:
-        return InvalidRequestError("The body must be a JSON object.")
-    return InvalidRequestError(f"{param} {_expectation(message)}.", param=param)
-
-
-def _expectation(message: str) -> str:
-    if bound := _BOUND.match(message):
-        kind = _KINDS.get(bound.group(1), "a value")
-        return f"must be {kind} {_RELATION[bound.group(2)]} {bound.group(3)}"
-    if _LENGTH.match(message):
-        return "must not be empty"
-    if type_ := _TYPE.match(message):
-        names = [_KINDS[name] for name in type_.group(1).split(" | ") if name in _KINDS]
-        return f"must be {' or '.join(names)}"
-    return "is out of range or of the wrong form"

@@ -89,8 +89,9 @@ class Shape(ABC):
     def running_usage(self) -> bool:
         return self._usage_fields is UsageFields.ALWAYS
 
-    def opening(self, size: int, usage: Usage | None) -> bytes:
-        return b"".join([self._first(index, usage) for index in range(size)])
+    def opening(self, size: int, usage: Usage) -> bytes:
+        shown = usage if self.running_usage else None
+        return b"".join([self._first(index, shown) for index in range(size)])
 
     @abstractmethod
     def _first(self, index: int, usage: Usage | None) -> bytes:

@@ -35,6 +35,16 @@ from forebay_gateway.teams.caller import Caller, unknown_model
 from forebay_gateway.tools.base import ToolUse
 
 
+class Rendered(NamedTuple):
+    """A conversation as its model reads it: the prompt's ids, and what they were made with."""
+
+    card: ModelCard
+    renderer: Renderer
+    token_ids: list[int]
+    options: TemplateOptions
+    use: ToolUse | None
+
+
 class Turn(NamedTuple):
     """One chat request, valid as a whole: `job` says what to generate, `reading` how to read it.
 
@@ -65,18 +75,8 @@ class Turns:
 
         Raises ForebayError for everything that is wrong with the request.
         """
-        card = find_model(self.backend.roster, request.model, caller)
-        use = tool_use(
-            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
-        )
-        if use is not None and use.forced:
-            params.need(card, CAP_GRAMMAR, "tool_choice")
-        options = _template_options(request, use)
+        card, renderer, prompt, options, use = await self.render(request, caller, size)
         logprobs = params.chat_logprobs(request, card)
-        renderer = await self.renderers.get(card)
-        prompt = await self.renderers.run(
-            lambda: renderer.chat(_conversation(request, card), options), size
-        )
         sampling = params.sampling_params(
             request,
             card,
@@ -90,6 +90,24 @@ class Turns:
             sampling = replace(sampling, grammar=reading.grammar)
         job = new_job(answer_id, request, card, prompt, sampling, caller)
         return Turn(request, renderer, job, reading, logprobs)
+
+    async def render(self, request: ChatRequest, caller: Caller, size: int) -> Rendered:
+        """The prompt alone, which may be longer than what the model takes.
+
+        Raises ForebayError for what is wrong with the messages, the tools or the template's values.
+        """
+        card = find_model(self.backend.roster, request.model, caller)
+        use = tool_use(
+            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
+        )
+        if use is not None and use.forced:
+            params.need(card, CAP_GRAMMAR, "tool_choice")
+        options = _template_options(request, use)
+        renderer = await self.renderers.get(card)
+        prompt = await self.renderers.run(
+            lambda: renderer.chat(_conversation(request, card), options), size
+        )
+        return Rendered(card, renderer, prompt, options, use)
 
     def run(
         self,
