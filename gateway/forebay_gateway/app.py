@@ -9,6 +9,8 @@ from litestar.datastructures import State
 from litestar.types import Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
+from forebay_gateway.api.anthropic.routes import messages_apps
+from forebay_gateway.api.anthropic.service import MessagesService
 from forebay_gateway.api.calls import post_routes
 from forebay_gateway.api.dialects import written
 from forebay_gateway.api.edge import Edge
@@ -30,12 +32,15 @@ def create_app(
     """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
     renderers = Renderers(backend.store.blob)
     interpreter = Interpreter(settings.tool_call_parser, settings.reasoning_parser)
-    service = OpenAIService(Turns(backend, renderers, interpreter))
+    turns = Turns(backend, renderers, interpreter)
 
     async def warm() -> None:
         await renderers.warm(backend.roster.cards())
 
-    posts = generation_apps(service, settings.max_body_bytes)
+    posts = {
+        **generation_apps(OpenAIService(turns), settings.max_body_bytes),
+        **messages_apps(MessagesService(turns), settings.max_body_bytes),
+    }
     routes = Litestar(
         route_handlers=[
             *post_routes(posts),

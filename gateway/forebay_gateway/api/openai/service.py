@@ -54,7 +54,7 @@ class OpenAIService:
         size = len(body)
         request = await self._renderers.run(lambda: decode_chat(body), size)
         turn = await self._turns.prepare(
-            request, answer_id=new_id("chatcmpl"), caller=caller, size=size
+            request, answer_id=new_id("chatcmpl-"), caller=caller, size=size
         )
         shape = ChatShape(
             _identity(turn.job.request_id, request),
@@ -73,7 +73,7 @@ class OpenAIService:
         logprobs = params.completion_logprobs(request, card)
         renderer = await self._renderers.get(card)
         prompts = await self._prompts(request, card, renderer, size)
-        answer_id = new_id("cmpl")
+        answer_id = new_id("cmpl-")
         jobs = [
             new_job(
                 answer_id if len(prompts) == 1 else f"{answer_id}-{number}",

@@ -191,9 +191,9 @@ def new_job(
     )
 
 
-def new_id(kind: str) -> str:
+def new_id(prefix: str) -> str:
     """An id that nobody can guess."""
-    return f"{kind}-{secrets.token_hex(16)}"
+    return f"{prefix}{secrets.token_hex(16)}"
 
 
 def _template_options(request: ChatRequest, use: ToolUse | None) -> TemplateOptions:

@@ -1,0 +1,143 @@
+"""The requests of the Anthropic dialect as frozen structs.
+
+Null means absent; unknown fields are ignored, so that newer clients work. What is known, not
+supported and would change the answer is declared as such and refused by name. It knows no model.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from forebay_shared.errors import InvalidRequestError, UnsupportedError
+from msgspec import Meta
+
+from forebay_gateway.api.decoding import decode
+from forebay_gateway.api.openai.schema import Count
+
+MIN_BUDGET_TOKENS = 1024
+
+_NO_INPUT = msgspec.Raw(b"null")
+
+
+class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that ask for what nothing here does: null or refused."""
+
+    container: object = None
+    context_management: object = None
+    inference_geo: object = None
+    mcp_servers: object = None
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A piece of a message, of any type; `translate` says which fields a type must have."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: msgspec.Raw = _NO_INPUT
+    tool_use_id: str | None = None
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[Block]
+
+
+class Tool(msgspec.Struct, frozen=True):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, object] | None = None
+    input_examples: list[dict[str, object]] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    type: str
+    budget_tokens: Annotated[int, Meta(ge=MIN_BUDGET_TOKENS, le=2**31 - 1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: str
+    schema: msgspec.Raw = _NO_INPUT
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Unsupported, frozen=True, kw_only=True):
+    """What a prompt is made of. `cache_salt` and `chat_template_kwargs` are vLLM's additions."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: str | list[Block] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+_messages_decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountRequest)
+
+
+def decode_messages(body: bytes | bytearray) -> MessagesRequest:
+    """Raises InvalidRequestError that names the first bad field."""
+    request = decode(_messages_decoder, body)
+    _check(request)
+    budget = request.thinking.budget_tokens if request.thinking else None
+    if budget is not None and budget >= request.max_tokens:
+        raise InvalidRequestError(
+            "thinking.budget_tokens must be below max_tokens.", param="thinking.budget_tokens"
+        )
+    return request
+
+
+def decode_count(body: bytes | bytearray) -> CountRequest:
+    """Raises InvalidRequestError that names the first bad field."""
+    request = decode(_count_decoder, body)
+    _check(request)
+    return request
+
+
+def _check(request: CountRequest) -> None:
+    for name in Unsupported.__struct_fields__:
+        if getattr(request, name) not in (None, [], {}):
+            raise UnsupportedError(f"{name} is not supported.", param=name)
+    thinking = request.thinking
+    if thinking is None:
+        return
+    if thinking.type not in ("enabled", "disabled", "adaptive"):
+        raise UnsupportedError(
+            "thinking.type must be enabled, disabled or adaptive.", param="thinking.type"
+        )
+    if thinking.type == "enabled" and thinking.budget_tokens is None:
+        raise InvalidRequestError(
+            "thinking.budget_tokens is required.", param="thinking.budget_tokens"
+        )

@@ -1,0 +1,52 @@
+"""The calls of this dialect: from a body to an answer that is ready to run.
+
+Everything that can be wrong with a request is found before any answer begins. It knows no route.
+"""
+
+import msgspec
+from litestar.types import ASGIApp
+
+from forebay_gateway.api.anthropic.schema import MessagesRequest, decode_count, decode_messages
+from forebay_gateway.api.anthropic.translate import chat_request
+from forebay_gateway.api.anthropic.writer import MessageWriter
+from forebay_gateway.api.openai.schema import ChatRequest
+from forebay_gateway.api.openai.turns import Turns, new_id
+from forebay_gateway.api.respond import Answer
+from forebay_gateway.teams.caller import Caller
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+class MessagesService:
+    """Messages, and the count of their tokens."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    async def create(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
+        """The answer, ready to run. Raises ForebayError for what fails before it begins."""
+        size = len(body)
+
+        def read() -> tuple[MessagesRequest, ChatRequest]:
+            asked = decode_messages(body)
+            return asked, chat_request(asked)
+
+        asked, request = await self._turns.renderers.run(read, size)
+        turn = await self._turns.prepare(
+            request, answer_id=new_id("msg_"), caller=caller, size=size
+        )
+        writer = MessageWriter(
+            turn.job.request_id,
+            asked.model,
+            shows_thinking=asked.thinking is None or asked.thinking.display != "omitted",
+        )
+        return self._turns.answer(request, [turn.job], turn.reading, writer)
+
+    async def count(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
+        """The prompt's tokens, ready to be answered."""
+        size = len(body)
+        request = await self._turns.renderers.run(lambda: chat_request(decode_count(body)), size)
+        rendered = await self._turns.render(request, caller, size)
+        return Answer(msgspec.json.encode(TokenCount(len(rendered.token_ids))))
