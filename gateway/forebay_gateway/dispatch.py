@@ -1,29 +1,22 @@
-"""From a job to its events: attempts, fencing, resubmission, cancel.
+"""From a job to its events: which worker, one lane to each, resubmission, cancel.
 
-The gateway that runs a job owns it: it numbers the attempts, drops what belongs to an old one, and
-places the job again, with the ids that were emitted, when its worker is lost. It knows no text and
-no HTTP: it sees token ids, the roster, the inbox and one lane per worker.
+A generation whose worker is lost goes on elsewhere, with the ids that were emitted. It knows no
+text and no HTTP: it sees token ids, the roster, the inbox and one lane per worker.
 """
 
 import asyncio
-import logging
 import random
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any
 
 import msgspec
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import (
     BusError,
-    DeadlineError,
     ForebayError,
     NoWorkerError,
-    OverloadedError,
-    WorkerLostError,
-    from_code,
 )
 from forebay_shared.lane import Lane
 from forebay_shared.models import ModelCard
@@ -31,16 +24,15 @@ from forebay_shared.packets import WORK
 from forebay_shared.reader import Reader
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.telemetry import GatewayMetrics
-from forebay_shared.wire import Cancel, Submit, Work, pack_ids
+from forebay_shared.wire import Cancel, Encode, Submit, Work, pack_ids
 
+from forebay_gateway.attempts import Attempts, Placement
+from forebay_gateway.encoding import EncodeJob, Encoding
 from forebay_gateway.inbox import Box, Inbox
 from forebay_gateway.ledger import Event, Ledger
 from forebay_gateway.roster import Roster, Worker
 from forebay_gateway.router import pick
 
-log = logging.getLogger(__name__)
-
-MAX_ATTEMPTS = 3
 ACCEPT_S = 4.0
 """A worker takes a request in at once; one that has not answered for this long is passed over."""
 LANE_PATIENCE_S = 2.5
@@ -49,8 +41,6 @@ LANE_LIMIT = 16_384
 CANCEL_AGAIN_S = 0.5
 REPLACE_S = 6.0
 """Longest wait for another worker once one was lost: after the lease, an answer within 10 s."""
-OVERDUE_S = 5.0
-"""Past the queue's own deadline, which the engine watches, by so much."""
 BUS_AWAY_S = 8.0
 """Redis away for longer ends what waits for it."""
 
@@ -71,106 +61,29 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
 
 
-@dataclass(slots=True)
-class Placement:
-    """One attempt. `over` when its worker has nothing of it any more."""
-
-    worker: str
-    attempt: int
-    box: Box
-    timer: asyncio.TimerHandle
-    accepted: bool = False
-    over: bool = False
-
-
-class Generation:
+class Generation(Attempts[Event]):
     """A running job. Use it as an async context manager; leaving it cancels what still runs."""
 
     def __init__(self, dispatcher: "Dispatcher", job: Job) -> None:
-        self._dispatcher = dispatcher
         self._ledger = Ledger(job.n)
-        self._attempts = 0
-        self._tried: set[str] = set()
-        self._error: ForebayError | None = None
         self.job = job
-        self.placement: Placement | None = None
-
-    async def __aenter__(self) -> Self:
-        self._dispatcher.enter(self)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        # Nothing is awaited here: a lane takes the cancel at once and the publisher's own task
-        # sends it, so a scope that cancels every await cannot keep a worker busy for nobody.
-        self._leave()
-        self._dispatcher.exit(self, cancelled=self._ledger.open)
-        self._ledger.clear()
-
-    async def events(self) -> list[Event]:
-        """Waits, then returns everything that is ready together; [] after the last Done.
-
-        Deltas of one index that adjoin are merged. The first call places the job, so an error here
-        before any event was returned is an error before anything ran. A cancelled call loses no
-        event.
-
-        Raises:
-            NoWorkerError, WorkerLostError, BusError, DeadlineError, EngineError, OverloadedError,
-            and whatever InvalidRequestError the engine answers.
-        """
-        while self._ledger.open:
-            placement = self.placement or await self._place()
-            box = placement.box
-            events = self._ledger.fold(box.take())
-            if self._ledger.accepted and not placement.accepted:
-                self._accepted(placement)
-            if not self._ledger.open:
-                placement.over = True
-                self._leave()
-            if events:
-                return events
-            if self.placement is not None and not self._recover(placement):
-                await box.wait()
-        return []
+        super().__init__(dispatcher, job.request_id, job.card, self._ledger)
 
     def stop(self, index: int) -> None:
         """Aborts sequence `index` (a stop string matched); no further event of it is returned."""
         if not self._ledger.drop(index) or self.placement is None:
             return
         if self._ledger.open:
-            self._dispatcher.cancel(self.job.request_id, self.placement, index)
+            self.dispatcher.cancel(self.job.request_id, self.placement, index)
         else:
             self._leave()
 
-    async def _place(self) -> Placement:
-        """Makes the next attempt: picks a worker, opens the box, then publishes."""
-        if self._attempts >= MAX_ATTEMPTS:
-            raise self._error or WorkerLostError(_LOST, retry_after_s=1.0)
-        worker = await self._dispatcher.choose(self.job.card, self._tried, self._error)
-        self._attempts += 1
-        self._ledger.begin()
-        self.placement = self._dispatcher.submit(worker, self._message())
-        return self.placement
-
-    def _accepted(self, placement: Placement) -> None:
-        """The worker holds the request: from now on its lease counts, and the queue's deadline."""
-        placement.accepted = True
-        placement.timer.cancel()
-        placement.timer = asyncio.get_running_loop().call_later(
-            self._dispatcher.queue_timeout_ms / 1000 + OVERDUE_S, self._overdue, placement
-        )
-        self._dispatcher.settle(self.job.request_id, placement)
-
-    def _overdue(self, placement: Placement) -> None:
-        """An engine ends what waits too long by itself, unless it hangs."""
-        if not self._ledger.begun:
-            placement.box.fail(DeadlineError("The request waited too long for its first step."))
-
-    def _message(self) -> Submit:
+    def message(self, attempt: int) -> Submit:
         job = self.job
         return Submit(
             request_id=job.request_id,
-            attempt=self._attempts,
-            gateway=self._dispatcher.gateway,
+            attempt=attempt,
+            gateway=self.dispatcher.gateway,
             prompt=pack_ids(job.prompt),
             sampling=self._sampling(),
             starts=self._ledger.starts(),
@@ -178,7 +91,7 @@ class Generation:
             team=job.team,
             weight=job.weight,
             priority=job.priority,
-            queue_timeout_ms=self._dispatcher.queue_timeout_ms,
+            queue_timeout_ms=self.dispatcher.queue_timeout_ms,
         )
 
     def _sampling(self) -> SamplingParams:
@@ -187,46 +100,6 @@ class Generation:
         if sampling.prompt_logprobs is None or self._ledger.scored < len(self.job.prompt) - 1:
             return sampling
         return msgspec.structs.replace(sampling, prompt_logprobs=None)
-
-    def _recover(self, placement: Placement) -> bool:
-        """Looks at what went wrong; True when the attempt was given up for another one."""
-        failed = self._ledger.failed
-        reason = self._ledger.lost or placement.box.lost
-        if placement.box.error is not None:
-            raise placement.box.error
-        if failed is not None:
-            placement.over = True
-            error = from_code(failed.code, failed.message, param=failed.param)
-            self._tried.add(placement.worker)
-            if not failed.retryable or self._full(error):
-                raise error
-            self._error = error
-            reason = "failed"
-        elif reason is not None:
-            self._error = WorkerLostError(_LOST, retry_after_s=1.0)
-            if reason != "bus_reset":
-                self._tried.add(placement.worker)
-        if reason is None:
-            return False
-        log.info("request %s attempt %d: %s", self.job.request_id, placement.attempt, reason)
-        self._dispatcher.metrics.resubmitted(reason)
-        self._leave()
-        return True
-
-    def _full(self, error: ForebayError) -> bool:
-        """The worker's queue is full, and so are those of all others."""
-        return type(error) is OverloadedError and not self._dispatcher.others(
-            self.job.card, self._tried
-        )
-
-    def _leave(self) -> None:
-        """Ends the current attempt: its box is closed, and what still runs of it is cancelled."""
-        placement, self.placement = self.placement, None
-        if placement is not None:
-            self._dispatcher.leave(self.job.request_id, placement)
-            if self._ledger.repeated:
-                self._dispatcher.metrics.dropped("duplicate", self._ledger.repeated)
-                self._ledger.repeated = 0
 
 
 class Dispatcher:
@@ -248,23 +121,26 @@ class Dispatcher:
         self._roster = roster
         self._inbox = inbox
         self._lanes: dict[str, Lane[Work]] = {}
-        self._generations: set[Generation] = set()
+        self._running: set[Attempts[Any]] = set()
         self._away_since: float | None = None
         roster.on_lost(self._worker_lost)
 
     def __len__(self) -> int:
         """Jobs that are open."""
-        return len(self._generations)
+        return len(self._running)
 
     def generate(self, job: Job) -> Generation:
         return Generation(self, job)
 
-    def enter(self, generation: Generation) -> None:
-        self._generations.add(generation)
+    def encode(self, job: EncodeJob) -> Encoding:
+        return Encoding(self, job)
+
+    def enter(self, running: Attempts[Any]) -> None:
+        self._running.add(running)
         self.metrics.open_generations.inc()
 
-    def exit(self, generation: Generation, *, cancelled: bool) -> None:
-        self._generations.discard(generation)
+    def exit(self, running: Attempts[Any], *, cancelled: bool) -> None:
+        self._running.discard(running)
         self.metrics.open_generations.dec()
         if cancelled:
             self.metrics.cancelled.inc()
@@ -295,10 +171,10 @@ class Dispatcher:
         """Whether a worker that was not tried could take the job."""
         return any(worker.name not in tried for worker in self._roster.candidates(card))
 
-    def submit(self, worker: Worker, message: Submit) -> Placement:
+    def submit(self, worker: Worker, message: Submit | Encode) -> Placement:
         """Opens the box, then sends the message."""
         box = self._inbox.open(message.request_id, message.attempt)
-        worker.place(message.request_id, len(message.prompt) // 4)
+        worker.place(message.request_id, _tokens(message))
         self._lane(worker.name).send([message])
         timer = asyncio.get_running_loop().call_later(ACCEPT_S, _expect, box)
         return Placement(worker.name, message.attempt, box, timer)
@@ -374,12 +250,16 @@ class Dispatcher:
             self._lane(worker).send(cancels)
 
     def _worker_lost(self, worker: str) -> None:
-        for generation in self._generations:
-            if generation.placement is not None and generation.placement.worker == worker:
-                generation.placement.box.lose("worker_lost")
+        for running in self._running:
+            if running.placement is not None and running.placement.worker == worker:
+                running.placement.box.lose("worker_lost")
 
 
-_LOST = "The worker was lost. Please retry."
+def _tokens(message: Submit | Encode) -> int:
+    """Tokens to prefill."""
+    if isinstance(message, Submit):
+        return len(message.prompt) // 4
+    return sum(map(len, message.inputs)) // 4
 
 
 def _bus_away() -> BusError:

@@ -12,6 +12,7 @@ from forebay_shared.wire import (
     Accepted,
     Delta,
     Done,
+    Embedded,
     Failed,
     PromptLogprobs,
     Reply,
@@ -85,6 +86,8 @@ class Ledger:
                 self.failed = reply
             elif isinstance(reply, PromptLogprobs):
                 self._scores(reply, events)
+            elif isinstance(reply, Embedded):
+                continue  # not asked for
             elif (track := self._open.get(reply.index)) is None:
                 continue
             elif isinstance(reply, Done):

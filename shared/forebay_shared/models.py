@@ -16,6 +16,25 @@ CAP_LOGIT_BIAS = "logit_bias"
 CAP_GRAMMAR = "grammar"
 CAP_PROMPT_LOGPROBS = "prompt_logprobs"
 CAP_GENERATE = "generate"
+CAP_EMBED = "embed"
+
+
+class EmbeddingCard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The vectors that a model makes.
+
+    Attributes:
+        size: values of a whole vector.
+        pooling: how tokens become one vector: cls, mean, max, last.
+        normalized: vectors have length 1 unless a request asks for raw ones.
+        matryoshka: a vector may be cut to its first values, for the model was trained so.
+        sizes: the only sizes to cut to; empty: any.
+    """
+
+    size: int
+    pooling: str = "mean"
+    normalized: bool = True
+    matryoshka: bool = False
+    sizes: tuple[int, ...] = ()
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -32,6 +51,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         generation_defaults: sampling values of the model's generation_config.
         max_model_len: prompt plus output, in tokens.
         capabilities: what the engine can do (the CAP_ constants); the gateway refuses the rest.
+        embedding: the vectors that it makes, where it has CAP_EMBED.
     """
 
     names: tuple[str, ...]
@@ -49,6 +69,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     template_tokens: dict[str, str] = {}
     generation_defaults: dict[str, Any] = {}
     capabilities: frozenset[str] = frozenset({CAP_GENERATE})
+    embedding: EmbeddingCard | None = None
 
     @property
     def name(self) -> str:

@@ -4,15 +4,16 @@ Version N reads N-1: a field is only ever added, at the end and with a default; 
 a reader counts and drops what it does not know. Token ids of prompts travel as packed
 uint32, those of a step as a short list.
 
-    gateway -> worker   Submit, Cancel                          on keys.work(worker)
+    gateway -> worker   Submit, Encode, Cancel                  on keys.work(worker)
     worker -> gateway   Accepted, Started, PromptLogprobs,
-                        Delta, Done, Failed                     on keys.reply(gateway)
+                        Delta, Done, Failed, Embedded           on keys.reply(gateway)
     worker -> all       Beacon, Farewell                        on keys.roster()
     gateway -> gateways Changed                                 on keys.changes()
 
 For one sequence of a request the order is: Accepted, Started, Delta*, then exactly one Done. The
 PromptLogprobs of a request come before the first Delta of the first of its sequences. Failed ends
-every sequence of the request that is not done, and may come at any point. A receiver drops what
+every sequence of the request that is not done, and may come at any point. For an Encode it is:
+Accepted, perhaps Started, then one Embedded, Failed or Done("abort"). A receiver drops what
 carries another attempt than its own.
 """
 
@@ -77,6 +78,28 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_o
     """Longest wait for a first step, from intake on; 0: no limit. Relative: clocks may differ."""
 
 
+class Encode(msgspec.Struct, frozen=True, tag="encode", omit_defaults=True, kw_only=True):
+    """Make one vector of each input. Only to a worker whose card has `embedding`.
+
+    A gateway bounds what one message asks for: MAX_ENCODE_INPUTS inputs, and MAX_ENCODE_TOKENS
+    tokens unless it is one input alone.
+    """
+
+    request_id: str
+    attempt: int
+    gateway: str
+    inputs: tuple[bytes, ...]
+    """Each `pack_ids`, special tokens included."""
+    dimensions: int = 0
+    """Keep the first so many values of each vector; 0: all."""
+    normalize: bool | None = None
+    """Scale to length 1, or do not; None: as the model was made."""
+    team: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    queue_timeout_ms: int = 0
+
+
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True, kw_only=True):
     """Abort sequence `index` of a request, or all of them. Of an unknown request: ignored."""
 
@@ -85,7 +108,10 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True, kw_o
     index: int | None = None
 
 
-Work = Submit | Cancel
+Work = Submit | Cancel | Encode
+
+MAX_ENCODE_INPUTS = 64
+MAX_ENCODE_TOKENS = 16_384
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -172,7 +198,16 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="f"):
     param: str | None = None
 
 
-Reply = Accepted | Started | PromptLogprobs | Delta | Done | Failed
+class Embedded(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="v"):
+    """The vectors of an Encode, in its order: each packed little-endian float32."""
+
+    request_id: str
+    attempt: int
+    vectors: list[bytes]
+    usage: Usage
+
+
+Reply = Accepted | Started | PromptLogprobs | Delta | Done | Failed | Embedded
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):

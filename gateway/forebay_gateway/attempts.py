@@ -1,0 +1,205 @@
+"""A job's attempts: placed on a worker, fenced from older ones, made again when that is lost.
+
+The gateway that runs a job owns it: it numbers the attempts, drops what belongs to an old one, and
+places the job again when its worker is lost. What is asked of a worker, and what its answers mean,
+is the business of the kinds of job: `dispatch.Generation` and `encoding.Encoding`.
+"""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+
+from forebay_shared.errors import (
+    DeadlineError,
+    ForebayError,
+    OverloadedError,
+    WorkerLostError,
+    from_code,
+)
+from forebay_shared.models import ModelCard
+from forebay_shared.telemetry import ResubmitReason
+from forebay_shared.wire import Encode, Failed, Reply, Submit
+
+from forebay_gateway.inbox import Box
+
+if TYPE_CHECKING:
+    from forebay_gateway.dispatch import Dispatcher
+
+log = logging.getLogger(__name__)
+
+E = TypeVar("E")
+E_co = TypeVar("E_co", covariant=True)
+
+MAX_ATTEMPTS = 3
+OVERDUE_S = 5.0
+"""Past the queue's own deadline, which the engine watches, by so much."""
+
+_LOST = "The worker was lost. Please retry."
+
+
+@dataclass(slots=True)
+class Placement:
+    """One attempt. `over` when its worker has nothing of it any more."""
+
+    worker: str
+    attempt: int
+    box: Box
+    timer: asyncio.TimerHandle
+    accepted: bool = False
+    over: bool = False
+
+
+class Book(Protocol[E_co]):
+    """What came of a job so far, over all its attempts; `ledger.Ledger` is that of a generation.
+
+    `open` until its last event; `begun` once anything ran; `repeated` counts dropped replies. Of
+    the current attempt: `accepted`; `lost`, why it must be made again; `failed`, how the worker
+    gave it up.
+    """
+
+    repeated: int
+
+    @property
+    def open(self) -> bool: ...
+    @property
+    def begun(self) -> bool: ...
+    @property
+    def accepted(self) -> bool: ...
+    @property
+    def lost(self) -> ResubmitReason | None: ...
+    @property
+    def failed(self) -> Failed | None: ...
+
+    def begin(self) -> None:
+        """A new attempt."""
+        ...
+
+    def fold(self, replies: Sequence[Reply]) -> Sequence[E_co]:
+        """The new events of the current attempt."""
+        ...
+
+    def clear(self) -> None:
+        """Nothing of it is wanted any more."""
+        ...
+
+
+class Attempts(ABC, Generic[E]):
+    """A running job. Use it as an async context manager; leaving it cancels what still runs."""
+
+    def __init__(
+        self, dispatcher: "Dispatcher", request_id: str, card: ModelCard, book: Book[E]
+    ) -> None:
+        self._book = book
+        self.dispatcher = dispatcher
+        self.request_id = request_id
+        self.card = card
+        self._attempts = 0
+        self._tried: set[str] = set()
+        self._error: ForebayError | None = None
+        self.placement: Placement | None = None
+
+    @abstractmethod
+    def message(self, attempt: int) -> Submit | Encode:
+        """What the worker of this attempt is to do."""
+
+    async def __aenter__(self) -> Self:
+        self.dispatcher.enter(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # Nothing is awaited here: a lane takes the cancel at once and the publisher's own task
+        # sends it, so a scope that cancels every await cannot keep a worker busy for nobody.
+        self._leave()
+        self.dispatcher.exit(self, cancelled=self._book.open)
+        self._book.clear()
+
+    async def events(self) -> Sequence[E]:
+        """Waits, then returns everything that is ready together; [] after the last event.
+
+        Deltas of one index that adjoin are merged. The first call places the job, so an error here
+        before any event was returned is an error before anything ran. A cancelled call loses no
+        event.
+
+        Raises:
+            NoWorkerError, WorkerLostError, BusError, DeadlineError, EngineError, OverloadedError,
+            and whatever InvalidRequestError the engine answers.
+        """
+        while self._book.open:
+            placement = self.placement or await self._place()
+            box = placement.box
+            events = self._book.fold(box.take())
+            if self._book.accepted and not placement.accepted:
+                self._accepted(placement)
+            if not self._book.open:
+                placement.over = True
+                self._leave()
+            if events:
+                return events
+            if self.placement is not None and not self._recover(placement):
+                await box.wait()
+        return []
+
+    async def _place(self) -> Placement:
+        """Makes the next attempt: picks a worker, opens the box, then publishes."""
+        if self._attempts >= MAX_ATTEMPTS:
+            raise self._error or WorkerLostError(_LOST, retry_after_s=1.0)
+        worker = await self.dispatcher.choose(self.card, self._tried, self._error)
+        self._attempts += 1
+        self._book.begin()
+        self.placement = self.dispatcher.submit(worker, self.message(self._attempts))
+        return self.placement
+
+    def _accepted(self, placement: Placement) -> None:
+        """The worker holds the request: from now on its lease counts, and the queue's deadline."""
+        placement.accepted = True
+        placement.timer.cancel()
+        placement.timer = asyncio.get_running_loop().call_later(
+            self.dispatcher.queue_timeout_ms / 1000 + OVERDUE_S, self._overdue, placement
+        )
+        self.dispatcher.settle(self.request_id, placement)
+
+    def _overdue(self, placement: Placement) -> None:
+        """An engine ends what waits too long by itself, unless it hangs."""
+        if not self._book.begun:
+            placement.box.fail(DeadlineError("The request waited too long for its first step."))
+
+    def _recover(self, placement: Placement) -> bool:
+        """Looks at what went wrong; True when the attempt was given up for another one."""
+        failed = self._book.failed
+        reason = self._book.lost or placement.box.lost
+        if placement.box.error is not None:
+            raise placement.box.error
+        if failed is not None:
+            placement.over = True
+            error = from_code(failed.code, failed.message, param=failed.param)
+            self._tried.add(placement.worker)
+            if not failed.retryable or self._full(error):
+                raise error
+            self._error = error
+            reason = "failed"
+        elif reason is not None:
+            self._error = WorkerLostError(_LOST, retry_after_s=1.0)
+            if reason != "bus_reset":
+                self._tried.add(placement.worker)
+        if reason is None:
+            return False
+        log.info("request %s attempt %d: %s", self.request_id, placement.attempt, reason)
+        self.dispatcher.metrics.resubmitted(reason)
+        self._leave()
+        return True
+
+    def _full(self, error: ForebayError) -> bool:
+        """The worker's queue is full, and so are those of all others."""
+        return type(error) is OverloadedError and not self.dispatcher.others(self.card, self._tried)
+
+    def _leave(self) -> None:
+        """Ends the current attempt: its box is closed, and what still runs of it is cancelled."""
+        placement, self.placement = self.placement, None
+        if placement is not None:
+            self.dispatcher.leave(self.request_id, placement)
+            if self._book.repeated:
+                self.dispatcher.metrics.dropped("duplicate", self._book.repeated)
+                self._book.repeated = 0

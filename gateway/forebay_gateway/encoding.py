@@ -1,0 +1,102 @@
+"""A job that makes vectors of inputs: what is asked of a worker, and what its answer must be.
+
+It knows ids and bytes; neither text nor the form in which a client gets the vectors.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from forebay_shared.models import ModelCard
+from forebay_shared.telemetry import ResubmitReason
+from forebay_shared.wire import Accepted, Done, Embedded, Encode, Failed, Reply, Started, pack_ids
+
+from forebay_gateway.attempts import Attempts
+
+if TYPE_CHECKING:
+    from forebay_gateway.dispatch import Dispatcher
+
+FLOAT_BYTES = 4
+
+
+class EncodeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Inputs in token ids, no more than one message may hold; see `wire.Encode`."""
+
+    request_id: str
+    card: ModelCard
+    inputs: Sequence[Sequence[int]]
+    dimensions: int = 0
+    normalize: bool | None = None
+    team: str = ""
+    weight: float = 1.0
+    priority: int = 0
+
+    @property
+    def vector_bytes(self) -> int:
+        """How long each vector of the answer must be."""
+        whole = self.card.embedding.size if self.card.embedding is not None else 0
+        return (self.dimensions or whole) * FLOAT_BYTES
+
+
+class EncodeLedger:
+    """The one answer that an encode job gets. See `attempts.Book`."""
+
+    def __init__(self, job: EncodeJob) -> None:
+        self._job = job
+        self.open = True
+        self.begun = False
+        self.repeated = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.accepted = False
+        self.lost: ResubmitReason | None = None
+        self.failed: Failed | None = None
+
+    def clear(self) -> None:
+        self.open = False
+
+    def fold(self, replies: Sequence[Reply]) -> list[Embedded]:
+        """The answer, once it is there. One that is not what was asked for counts as a failure."""
+        for reply in replies:
+            if isinstance(reply, Accepted):
+                self.accepted = True
+            elif isinstance(reply, Started):
+                self.begun = True
+            elif isinstance(reply, Failed):
+                self.failed = reply
+            elif isinstance(reply, Embedded) and self.open and self._fits(reply):
+                self.open = False
+                return [reply]
+            elif isinstance(reply, Done | Embedded):
+                self.lost = "failed"
+        return []
+
+    def _fits(self, reply: Embedded) -> bool:
+        size = self._job.vector_bytes
+        return len(reply.vectors) == len(self._job.inputs) and all(
+            len(vector) == size for vector in reply.vectors
+        )
+
+
+class Encoding(Attempts[Embedded]):
+    """A running encode job. A lost attempt is made again from its beginning."""
+
+    def __init__(self, dispatcher: "Dispatcher", job: EncodeJob) -> None:
+        super().__init__(dispatcher, job.request_id, job.card, EncodeLedger(job))
+        self.job = job
+
+    def message(self, attempt: int) -> Encode:
+        job = self.job
+        return Encode(
+            request_id=job.request_id,
+            attempt=attempt,
+            gateway=self.dispatcher.gateway,
+            inputs=tuple(map(pack_ids, job.inputs)),
+            dimensions=job.dimensions,
+            normalize=job.normalize,
+            team=job.team,
+            weight=job.weight,
+            priority=job.priority,
+            queue_timeout_ms=self.dispatcher.queue_timeout_ms,
+        )
