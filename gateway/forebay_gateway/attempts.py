@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 E = TypeVar("E")
-E_co = TypeVar("E_co", covariant=True)
 
 MAX_ATTEMPTS = 3
 OVERDUE_S = 5.0
@@ -52,7 +51,7 @@ class Placement:
     over: bool = False
 
 
-class Book(Protocol[E_co]):
+class Book(Protocol[E]):
     """What came of a job so far, over all its attempts; `ledger.Ledger` is that of a generation.
 
     `open` until its last event; `begun` once anything ran; `repeated` counts dropped replies. Of
@@ -77,7 +76,7 @@ class Book(Protocol[E_co]):
         """A new attempt."""
         ...
 
-    def fold(self, replies: Sequence[Reply]) -> Sequence[E_co]:
+    def fold(self, replies: Sequence[Reply]) -> list[E]:
         """The new events of the current attempt."""
         ...
 
@@ -116,7 +115,7 @@ class Attempts(ABC, Generic[E]):
         self.dispatcher.exit(self, cancelled=self._book.open)
         self._book.clear()
 
-    async def events(self) -> Sequence[E]:
+    async def events(self) -> list[E]:
         """Waits, then returns everything that is ready together; [] after the last event.
 
         Deltas of one index that adjoin are merged. The first call places the job, so an error here

@@ -79,7 +79,15 @@ def _function(place: str) -> Callable[[Any], int]:
 
 _VARIABLES = "Every flag --some-flag is also the variable FOREBAY_SOME_FLAG; the flag wins."
 
-_MODEL = ("served_model_name", "dtype", "device", "max_model_len", "chat_template", "load_format")
+_MODEL = (
+    "runner",
+    "served_model_name",
+    "dtype",
+    "device",
+    "max_model_len",
+    "chat_template",
+    "load_format",
+)
 _ENGINE = (
     "engine",
     "max_num_seqs",

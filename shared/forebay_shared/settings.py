@@ -91,6 +91,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = Secret(
         "redis://127.0.0.1:6379/0"
     )
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Meta(description="generate text or make embeddings; auto: what the model was made for"),
+    ] = "auto"
     served_model_name: Annotated[
         tuple[str, ...], Meta(description="public name of the model; repeatable")
     ] = ()

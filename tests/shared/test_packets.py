@@ -13,6 +13,8 @@ from forebay_shared.wire import (
     Cancel,
     Delta,
     Done,
+    Embedded,
+    Encode,
     Load,
     Reply,
     Started,
@@ -27,9 +29,12 @@ from hypothesis import strategies as st
 def test_packets_come_back_as_they_were() -> None:
     work = [
         Submit(request_id="r", attempt=1, gateway="g", prompt=b"", sampling=SamplingParams()),
+        Encode(request_id="e", attempt=1, gateway="g", inputs=(b"\1\0\0\0",), normalize=False),
         Cancel(request_id="r", attempt=1, index=0),
     ]
     assert WORK.decode(WORK.encode("g", [*work])) == (work, 0)
+    answer = Embedded("e", 1, [b"\0\0\0\0"], Usage())
+    assert REPLY.decode(REPLY.encode("w", [answer])) == ([answer], 0)
     beacon = Beacon(worker="w", card="c", load=Load(1, 2, 3))
     assert ROSTER.decode(ROSTER.encode("w", [beacon])) == ([beacon], 0)
 

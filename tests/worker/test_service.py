@@ -15,7 +15,18 @@ from forebay_shared.reader import Feed, Reader
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import Secret, WorkerSettings
 from forebay_shared.supervise import Supervisor
-from forebay_shared.wire import Accepted, Cancel, Delta, Done, Failed, Load, Reply, Submit, Usage
+from forebay_shared.wire import (
+    Accepted,
+    Cancel,
+    Delta,
+    Done,
+    Encode,
+    Failed,
+    Load,
+    Reply,
+    Submit,
+    Usage,
+)
 from forebay_worker import main, service
 from forebay_worker.engines.base import Emit, Recorder
 from forebay_worker.engines.echo import EchoEngine
@@ -132,6 +143,17 @@ async def test_a_step_is_one_packet_and_accepted_comes_first(
         assert one.service.open_requests == 2
         one.emit([Done("a", 1, 0, "abort", None, Usage()), Failed("b", 1, "engine_error", "x")])
         assert await one.service.drained(5)
+
+
+async def test_an_engine_without_embeddings_is_spared_them(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    async with house(redis_url, wait_until) as one:
+        await one.ask(Encode(request_id="e", attempt=1, gateway="g", inputs=(b"\1\0\0\0",)))
+        await wait_until(lambda: len(one.replies) == 2)
+        assert isinstance(failed := one.replies[1], Failed)
+        assert (failed.code, failed.retryable) == ("unsupported_parameter", False)
+        assert one.service.open_requests == 0
 
 
 async def test_steps_faster_than_redis_travel_merged_and_whole(

@@ -13,15 +13,25 @@ from collections.abc import Callable, Sequence
 
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
-from forebay_shared.errors import BusError, EngineError
+from forebay_shared.errors import BusError, EngineError, UnsupportedError
 from forebay_shared.lane import Lane
 from forebay_shared.link import Value
 from forebay_shared.merge import merge
 from forebay_shared.packets import REPLY, WORK
 from forebay_shared.reader import Feed
-from forebay_shared.wire import Accepted, Cancel, Done, Failed, Reply, Submit, Work
+from forebay_shared.wire import (
+    Accepted,
+    Cancel,
+    Done,
+    Embedded,
+    Encode,
+    Failed,
+    Reply,
+    Submit,
+    Work,
+)
 
-from forebay_worker.engines.base import Engine
+from forebay_worker.engines.base import Encoder, Engine
 
 log = logging.getLogger(__name__)
 
@@ -120,18 +130,24 @@ class Service:
             await asyncio.sleep(_POLL_S)
         return True
 
-    def _submit(self, submit: Submit) -> None:
-        key = (submit.request_id, submit.attempt)
+    def _submit(self, work: Submit | Encode) -> None:
+        key = (work.request_id, work.attempt)
         if key in self._seen:
             return
         self._seen[key] = None
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        self._open[submit.gateway][key] = len(submit.starts)
+        self._open[work.gateway][key] = len(work.starts) if isinstance(work, Submit) else 1
         if self._accepting is None:
             self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
-        self._accepted.append((submit.gateway, Accepted(*key)))
-        self._engine.submit(submit)
+        self._accepted.append((work.gateway, Accepted(*key)))
+        if isinstance(work, Submit):
+            self._engine.submit(work)
+        elif isinstance(self._engine, Encoder):
+            self._engine.encode(work)
+        else:
+            refusal = UnsupportedError("This engine does not make embeddings.")
+            self._emitted.append([(work.gateway, Failed(*key, refusal.code, refusal.message))])
 
     def _collect(self) -> None:
         """Packs what was accepted and what the engine has emitted since, by gateway."""
@@ -148,12 +164,12 @@ class Service:
             steps += 1
             for gateway, reply in self._emitted.popleft():
                 packets[gateway].append(reply)
-                if isinstance(reply, Done | Failed):
+                if isinstance(reply, Done | Failed | Embedded):
                     self._ended(gateway, reply)
         for gateway, replies in packets.items():
             self._lane(gateway).send(merge(replies) if steps > 1 else replies)
 
-    def _ended(self, gateway: str, reply: Done | Failed) -> None:
+    def _ended(self, gateway: str, reply: Done | Failed | Embedded) -> None:
         requests = self._open[gateway]
         key = (reply.request_id, reply.attempt)
         left = requests.get(key, 0) - 1

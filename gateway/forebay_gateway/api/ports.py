@@ -8,13 +8,15 @@ from typing import Protocol, Self
 
 from forebay_shared.models import ModelCard
 from forebay_shared.telemetry import GatewayMetrics
+from forebay_shared.wire import Embedded
 
 from forebay_gateway.dispatch import Event, Job
+from forebay_gateway.encoding import EncodeJob
 from forebay_gateway.teams.teams import Teams
 
 
-class Running(Protocol):
-    """A running job; see dispatch.Generation."""
+class Scope(Protocol):
+    """A running job as an async context manager; see attempts.Attempts."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -26,13 +28,25 @@ class Running(Protocol):
         /,
     ) -> None: ...
 
+
+class Running(Scope, Protocol):
+    """See dispatch.Generation."""
+
     async def events(self) -> list[Event]: ...
 
     def stop(self, index: int) -> None: ...
 
 
+class Encoding(Scope, Protocol):
+    """See encoding.Encoding."""
+
+    async def events(self) -> list[Embedded]: ...
+
+
 class Dispatch(Protocol):
     def generate(self, job: Job) -> Running: ...
+
+    def encode(self, job: EncodeJob) -> Encoding: ...
 
 
 class Models(Protocol):

@@ -21,14 +21,14 @@ from forebay_shared.errors import (
 )
 from forebay_shared.sampling import Grammar
 from forebay_shared.settings import WorkerSettings
-from forebay_shared.wire import FinishReason, Load, Reply, Submit, Usage
+from forebay_shared.wire import FinishReason, Load, Submit, Usage
 
 from forebay_worker.engine import replies
 from forebay_worker.engine.batch import Sampled
 from forebay_worker.engine.block_manager import BlockManager
 from forebay_worker.engine.grammar import Grammars, Preparation
 from forebay_worker.engine.intake import Limits, sequences_of
-from forebay_worker.engine.ports import Recorder, Runner
+from forebay_worker.engine.ports import Event, Recorder, Runner
 from forebay_worker.engine.replies import Key
 from forebay_worker.engine.scheduler import Plan, Scheduler
 from forebay_worker.engine.sequence import Sequence
@@ -39,9 +39,6 @@ MAX_FAILED_STEPS = 3
 """After this many failed steps in a row the engine calls itself dead."""
 _REMEMBERED = 8192
 """Requests whose key is kept after their end, to know a duplicate."""
-
-Event = tuple[str, Reply]
-"""A message and the gateway incarnation that it is for."""
 
 
 @dataclass(slots=True)
@@ -112,7 +109,7 @@ class EngineCore:
         """When the next waiting request expires, if none of it is served by then."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def on_grammar(self, wake: Callable[[], None]) -> None:
+    def on_ready(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, on another thread, when a grammar is ready for the next step."""
         if self._grammars is not None:
             self._grammars.wake = wake
@@ -122,6 +119,10 @@ class EngineCore:
         for preparation in self._grammars.finished(timeout_s) if self._grammars else ():
             if (request := self._preparing.pop(preparation, None)) is not None:
                 self._take_grammar(request, preparation)
+
+    def check(self) -> None:
+        """Raises when an idle engine's books do not balance."""
+        self.blocks.check_integrity()
 
     def take_events(self) -> list[Event]:
         """The events since the last call, in order."""

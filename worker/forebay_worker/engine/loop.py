@@ -5,24 +5,67 @@ Any thread may call it; only its own thread touches the core. It knows no Redis 
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import monotonic
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
-from forebay_shared.errors import WorkerLostError
-from forebay_shared.wire import Cancel, Load, Submit
+from forebay_shared.errors import ForebayError, WorkerLostError
+from forebay_shared.wire import Cancel, Load
 
-from forebay_worker.engine.core import EngineCore
-from forebay_worker.engine.ports import Emit
+from forebay_worker.engine.ports import Emit, Event
 
 _log = logging.getLogger(__name__)
 
 
+W = TypeVar("W")
+W_contra = TypeVar("W_contra", contravariant=True)
+
+
+class Core(Protocol[W_contra]):
+    """What the loop drives: `core.EngineCore`, or another that takes work of another kind."""
+
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def stalled(self) -> bool:
+        """Whether all that is left waits for what is done outside."""
+        ...
+
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def next_deadline(self) -> float | None: ...
+
+    def submit(self, work: W_contra, arrived: float, /) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None: ...
+
+    def cancel_gateway(self, gateway: str) -> None: ...
+
+    def fail_all(self, error: ForebayError) -> None: ...
+
+    def step(self) -> None: ...
+
+    def take_events(self) -> list[Event]: ...
+
+    def load(self) -> Load: ...
+
+    def check(self) -> None:
+        """Counts everything again; raises when the books are wrong. Called when it is idle."""
+        ...
+
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        """Has `wake` called when what was done outside is ready for the next step."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Arrival:
-    submit: Submit
+class _Arrival(Generic[W]):
+    work: W
     at: float
 
 
@@ -32,7 +75,7 @@ class _GatewayLost:
 
 
 @dataclass(frozen=True, slots=True)
-class _GrammarReady:
+class _Ready:
     pass
 
 
@@ -41,24 +84,23 @@ class _Stop:
     pass
 
 
-_Command = _Arrival | Cancel | _GatewayLost | _GrammarReady | _Stop
-
-
-class EngineLoop:
+class EngineLoop(Generic[W]):
     """The thread of one core. With `check`, all blocks are counted again whenever it falls idle."""
 
-    def __init__(self, core: EngineCore, emit: Emit, *, check: bool = False) -> None:
+    def __init__(self, core: Core[W], emit: Emit, *, check: bool = False) -> None:
         self._core = core
         self._emit = emit
         self._check = check
-        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._commands: SimpleQueue[_Arrival[W] | Cancel | _GatewayLost | _Ready | _Stop] = (
+            SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._crashed = False
         self._resting = True
         self._last_round = monotonic()
         self._load = core.load()
-        core.on_grammar(lambda: self._commands.put(_GrammarReady()))
+        core.on_ready(lambda: self._commands.put(_Ready()))
 
     @property
     def healthy(self) -> bool:
@@ -68,8 +110,8 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, submit: Submit) -> None:
-        self._commands.put(_Arrival(submit, monotonic()))
+    def submit(self, work: W) -> None:
+        self._commands.put(_Arrival(work, monotonic()))
 
     def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
         self._commands.put(Cancel(request_id=request_id, attempt=attempt, index=index))
@@ -113,7 +155,7 @@ class EngineLoop:
 
     def _rest(self) -> None:
         if self._check:
-            self._core.blocks.check_integrity()
+            self._core.check()
         self._resting = True
         deadline = self._core.next_deadline if self._core.stalled else None
         patience = None if deadline is None else max(0.0, deadline - monotonic())
@@ -122,15 +164,15 @@ class EngineLoop:
         self._last_round = monotonic()
         self._resting = False
 
-    def _carry_out(self, command: _Command) -> None:
+    def _carry_out(self, command: _Arrival[W] | Cancel | _GatewayLost | _Ready | _Stop) -> None:
         match command:
-            case _Arrival(submit, at):
-                self._core.submit(submit, at)
+            case _Arrival(work, at):
+                self._core.submit(work, at)
             case Cancel():
                 self._core.cancel(command.request_id, command.attempt, command.index)
             case _GatewayLost(gateway):
                 self._core.cancel_gateway(gateway)
-            case _GrammarReady():
+            case _Ready():
                 pass  # the next step takes it
             case _Stop():
                 self._stopping = True

@@ -10,7 +10,10 @@ from forebay_shared.wire import Reply
 
 from forebay_worker.engine.batch import Sampled, ScheduledRow
 
-Emit = Callable[[Sequence[tuple[str, Reply]]], None]
+Event = tuple[str, Reply]
+"""A message and the gateway incarnation that it is for."""
+
+Emit = Callable[[Sequence[Event]], None]
 """Takes one step's events as (gateway incarnation, event). Called from the engine's thread."""
 
 

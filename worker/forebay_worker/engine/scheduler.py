@@ -58,7 +58,7 @@ class Scheduler:
     """
 
     def __init__(self, blocks: BlockManager, *, max_num_seqs: int, token_budget: int) -> None:
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue[Sequence]()
         self.running: list[Sequence] = []
         self._blocks = blocks
         self._max_running = min(max_num_seqs, token_budget)

@@ -7,11 +7,35 @@ The counters are the virtual token counters of Sheng et al. (OSDI 2024): tokens 
 
 from collections import OrderedDict
 from dataclasses import dataclass
-
-from forebay_worker.engine.sequence import Sequence
+from typing import Generic, Protocol, TypeVar
 
 _FORGET_ABOVE = 256
 """Idle teams remembered beside the present ones, before the settled ones are forgotten."""
+
+
+class Waiter(Protocol):
+    """What the queue reads of a sequence, or of another thing that waits for tokens."""
+
+    num_served: int
+    """Tokens that its team has been charged for."""
+
+    @property
+    def serial(self) -> int: ...
+    @property
+    def team(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def preempted(self) -> bool: ...
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that it waits for; they change only while it is out of the queue."""
+        ...
+
+
+W = TypeVar("W", bound=Waiter)
 
 
 @dataclass(slots=True)
@@ -22,19 +46,19 @@ class _Team:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Lane(Generic[W]):
     """The waiting sequences of one priority and team (None: the preempted of that priority)."""
 
     priority: int
     team: str | None
-    sequences: OrderedDict[int, Sequence]
+    sequences: OrderedDict[int, W]
 
 
-class WaitingQueue:
+class WaitingQueue(Generic[W]):
     """Enter and leave frame a sequence's life; push and pop its waits. Cost: O(teams that wait)."""
 
     def __init__(self) -> None:
-        self._lanes: dict[tuple[int, str | None], _Lane] = {}
+        self._lanes: dict[tuple[int, str | None], _Lane[W]] = {}
         self._teams: dict[str, _Team] = {}
         self._length = 0
         self.tokens = 0
@@ -43,7 +67,7 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._length
 
-    def enter(self, sequence: Sequence) -> None:
+    def enter(self, sequence: W) -> None:
         """Counts a new sequence as present and appends it. A team that was away gets no credit."""
         team = self._teams.get(sequence.team)
         if team is None or team.present == 0:
@@ -51,10 +75,9 @@ class WaitingQueue:
             served = floor if team is None else max(team.served, floor)
             team = self._teams[sequence.team] = _Team(served)
         team.present += 1
-        self._lane(sequence).sequences[sequence.serial] = sequence
-        self._count(sequence, +1)
+        self.push(sequence)
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: W) -> None:
         """Forgets a sequence that has ended, wherever it was."""
         self.pop(sequence)
         team = self._teams[sequence.team]
@@ -62,14 +85,19 @@ class WaitingQueue:
         if team.present == 0:
             self._forget()
 
-    def push_back(self, sequence: Sequence) -> None:
+    def push(self, sequence: W) -> None:
+        """Appends a sequence that is present to its lane."""
+        self._lane(sequence).sequences[sequence.serial] = sequence
+        self._count(sequence, +1)
+
+    def push_back(self, sequence: W) -> None:
         """Returns a preempted or passed-over sequence to the head of its lane."""
         lane = self._lane(sequence).sequences
         lane[sequence.serial] = sequence
         lane.move_to_end(sequence.serial, last=False)
         self._count(sequence, +1)
 
-    def pop(self, sequence: Sequence) -> bool:
+    def pop(self, sequence: W) -> bool:
         """Takes a sequence out; False when it was not waiting."""
         key = (sequence.priority, None if sequence.preempted else sequence.team)
         lane = self._lanes.get(key)
@@ -80,21 +108,21 @@ class WaitingQueue:
         self._count(sequence, -1)
         return True
 
-    def head(self) -> Sequence | None:
+    def head(self) -> W | None:
         """The next sequence, which stays in the queue."""
         if not self._lanes:
             return None
         lane = min(self._lanes.values(), key=self._order)
         return next(iter(lane.sequences.values()))
 
-    def charge(self, sequence: Sequence, position: int) -> None:
+    def charge(self, sequence: W, position: int) -> None:
         """Charges its team for the positions up to `position` that it has not paid for yet."""
         tokens = position - sequence.num_served
         if tokens > 0:
             self._teams[sequence.team].served += tokens / sequence.weight
             sequence.num_served = position
 
-    def _lane(self, sequence: Sequence) -> _Lane:
+    def _lane(self, sequence: W) -> _Lane[W]:
         team = None if sequence.preempted else sequence.team
         key = (sequence.priority, team)
         lane = self._lanes.get(key)
@@ -102,11 +130,11 @@ class WaitingQueue:
             lane = self._lanes[key] = _Lane(sequence.priority, team, OrderedDict())
         return lane
 
-    def _order(self, lane: _Lane) -> tuple[int, bool, float, int]:
+    def _order(self, lane: _Lane[W]) -> tuple[int, bool, float, int]:
         served = 0.0 if lane.team is None else self._teams[lane.team].served
         return (lane.priority, lane.team is not None, served, next(iter(lane.sequences)))
 
-    def _count(self, sequence: Sequence, sign: int) -> None:
+    def _count(self, sequence: W, sign: int) -> None:
         self._length += sign
         self.tokens += sign * sequence.queued_tokens
 

@@ -4,14 +4,14 @@ An engine runs its own thread. `submit` and `cancel` may be called from any thre
 once; everything that happens to a request comes out through `emit`, once per step, in order.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from forebay_shared.models import ModelCard
-from forebay_shared.wire import Load, Submit
+from forebay_shared.wire import Encode, Load, Submit
 
 from forebay_worker.engine.ports import Emit, Recorder
 
-__all__ = ["Emit", "Engine", "Recorder"]
+__all__ = ["Emit", "Encoder", "Engine", "Recorder"]
 
 
 class Engine(Protocol):
@@ -53,4 +53,17 @@ class Engine(Protocol):
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread. What still runs gets Failed("worker_lost", retryable)."""
+        ...
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What an engine has besides when it makes vectors: its card then has CAP_EMBED."""
+
+    def encode(self, encode: Encode) -> None:
+        """Queues inputs as `submit` queues a prompt: whatever comes of them is emitted.
+
+        One Embedded or Failed ends it, or Done("abort") after a cancel. A Started goes before when
+        it takes more than a step.
+        """
         ...

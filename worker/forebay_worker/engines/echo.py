@@ -20,13 +20,21 @@ from forebay_shared.errors import (
     DeadlineError,
     ForebayError,
     OverloadedError,
+    UnsupportedError,
     WorkerLostError,
 )
-from forebay_shared.models import CAP_GENERATE, CAP_LOGPROBS, ModelCard, content_hash
+from forebay_shared.models import (
+    CAP_EMBED,
+    CAP_GENERATE,
+    CAP_LOGPROBS,
+    ModelCard,
+    content_hash,
+)
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import (
     Delta,
     Done,
+    Encode,
     Failed,
     FinishReason,
     Load,
@@ -39,13 +47,23 @@ from forebay_shared.wire import (
     unpack_ids,
 )
 
+from forebay_worker.engine.loop import EngineLoop
+from forebay_worker.engines import echo_vectors
 from forebay_worker.engines.base import Emit, Recorder
 from forebay_worker.engines.echo_model import CHAT_TEMPLATE, END, SPACE, SPECIALS, tokenizer_json
+from forebay_worker.engines.echo_vectors import EchoVectors
+from forebay_worker.pooling.core import EncodeCore
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_LEN = 32_768
 BLOCK_SIZE = 16
+_GENERATES = frozenset({CAP_GENERATE, CAP_LOGPROBS})
+_CAPABILITIES = {
+    "auto": _GENERATES | {CAP_EMBED},
+    "generate": _GENERATES,
+    "pooling": frozenset({CAP_EMBED}),
+}
 _FAR = -100.0
 
 
@@ -117,6 +135,7 @@ class EchoEngine:
         self._thread: threading.Thread | None = None
         self._emit: Emit | None = None
         self._recorder: Recorder | None = None
+        self._vectors: EngineLoop[Encode] | None = None
 
     def _make_card(self) -> ModelCard:
         template = CHAT_TEMPLATE.encode()
@@ -133,7 +152,8 @@ class EchoEngine:
             eos_token_ids=(END,),
             chat_template=content_hash(template),
             template_tokens={"eos_token": SPECIALS[0]},
-            capabilities=frozenset({CAP_GENERATE, CAP_LOGPROBS}),
+            capabilities=_CAPABILITIES[self._settings.runner],
+            embedding=None if self._settings.runner == "generate" else echo_vectors.CARD,
         )
 
     @property
@@ -148,7 +168,9 @@ class EchoEngine:
 
     @property
     def healthy(self) -> bool:
-        """The engine's thread runs, or has not been started or was stopped."""
+        """The engine's threads run, or have not been started or were stopped."""
+        if self._vectors is not None and not self._vectors.healthy:
+            return False
         return self._thread is None or self._stopping or self._thread.is_alive()
 
     def start(self, emit: Emit, recorder: Recorder) -> None:
@@ -156,13 +178,30 @@ class EchoEngine:
         self._recorder = recorder
         self._thread = threading.Thread(target=self._loop, name="echo-engine", daemon=True)
         self._thread.start()
+        if self._card.embedding is not None:
+            vectors = EchoVectors(self._card.vocab_size, self._card.max_model_len, self._delay_s)
+            core = EncodeCore(vectors, self._card.embedding, self._settings, recorder)
+            self._vectors = EngineLoop(core, emit)
+            self._vectors.start()
+
+    def encode(self, encode: Encode) -> None:
+        if self._vectors is not None:
+            self._vectors.submit(encode)
+        else:
+            error = UnsupportedError("This model does not make embeddings.")
+            self._refuse(encode, error)
 
     def submit(self, submit: Submit) -> None:
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 self._waiting.extend(self._admit(submit))
-            except ForebayError as error:
-                self._refusals.append((submit.gateway, _failed(submit, error)))
+                self._wake.notify()
+        except ForebayError as error:
+            self._refuse(submit, error)
+
+    def _refuse(self, work: Submit | Encode, error: ForebayError) -> None:
+        with self._lock:
+            self._refusals.append((work.gateway, _failed(work, error)))
             self._wake.notify()
 
     def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
@@ -171,6 +210,8 @@ class EchoEngine:
                 if sequence.key == (request_id, attempt) and index in (None, sequence.index):
                     sequence.cancelled = True
             self._wake.notify()
+        if self._vectors is not None:
+            self._vectors.cancel(request_id, attempt, index)
 
     def cancel_gateway(self, gateway: str) -> None:
         with self._lock:
@@ -178,14 +219,18 @@ class EchoEngine:
                 if sequence.gateway == gateway:
                     sequence.cancelled = True
             self._wake.notify()
+        if self._vectors is not None:
+            self._vectors.cancel_gateway(gateway)
 
     def load(self) -> Load:
+        vectors = Load() if self._vectors is None else self._vectors.load()
         with self._lock:
             busy = bool(self._running or self._waiting)
             return Load(
-                running=len(self._running),
-                waiting=len(self._waiting),
-                waiting_tokens=sum(len(sequence.prompt) for sequence in self._waiting),
+                running=len(self._running) + vectors.running,
+                waiting=len(self._waiting) + vectors.waiting,
+                waiting_tokens=sum(len(sequence.prompt) for sequence in self._waiting)
+                + vectors.waiting_tokens,
                 kv_usage=len(self._running) / self._settings.max_num_seqs,
                 step_age_s=time.monotonic() - self._stepped_at if busy else 0.0,
             )
@@ -196,9 +241,13 @@ class EchoEngine:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join(timeout_s)
+        if self._vectors is not None:
+            self._vectors.stop(timeout_s)
 
     def _admit(self, submit: Submit) -> list[_Sequence]:
         """The sequences of a request. Raises the ForebayError that the client is to see."""
+        if CAP_GENERATE not in self._card.capabilities:
+            raise UnsupportedError("This model makes embeddings only.")
         submit.sampling.validate(self._card.vocab_size)
         prompt = unpack_ids(submit.prompt)
         if not prompt or len(prompt) >= self._card.max_model_len:
@@ -353,7 +402,7 @@ def _logprobs(token: int, alternatives: int) -> list[TokenLogprobs]:
     return [TokenLogprobs(0.0, [(token, 0.0), *others][:alternatives])]
 
 
-def _failed(request: Submit | _Sequence, error: ForebayError) -> Failed:
+def _failed(request: Submit | Encode | _Sequence, error: ForebayError) -> Failed:
     return Failed(
         request.request_id, request.attempt, error.code, error.message, error.retryable, error.param
     )

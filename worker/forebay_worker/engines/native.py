@@ -45,7 +45,7 @@ class NativeEngine:
         }
         capabilities = self._card.capabilities | {name for name, can in able.items() if can}
         self._card = msgspec.structs.replace(self._card, capabilities=capabilities)
-        self._loop: EngineLoop | None = None
+        self._loop: EngineLoop[Submit] | None = None
 
     @property
     def card(self) -> ModelCard:
@@ -96,7 +96,7 @@ class NativeEngine:
             self._grammars.close()
 
     @property
-    def _running(self) -> EngineLoop:
+    def _running(self) -> EngineLoop[Submit]:
         assert self._loop is not None, "the engine has not been started"
         return self._loop
 
