@@ -68,12 +68,12 @@ class FakeRunner:
                 continue
             before = self._read(slots[position - 1]) if position else 0
             self.kv[slots[position]] = _kv(before, sequence.token_ids[position], position)
+        if bad:
+            return Sampled(0, corrupt=True)
         scores = [score(self._read(slots[position]), position) for position in row.scored]
         if not row.samples:
             return Sampled(0, scores=scores) if scores else None
         assert end == len(sequence.token_ids)
-        if bad:
-            return Sampled(0, corrupt=True)
         state = _fold([self._read(slot) for slot in slots[:end]])
         token = _pick(state, sequence.seed, end, sequence.banned_ids(), self.vocab_size)
         return Sampled(token, scores=scores)
@@ -134,7 +134,7 @@ class LateRunner(FakeRunner):
                     row.sequence.token_ids.append(self._sampled[owner])
             try:
                 step.values = self.execute(step.rows)
-            except RuntimeError:
+            except Exception:
                 self._queue.clear()  # an error takes along what was launched behind it
                 raise
             self._sampled = {
