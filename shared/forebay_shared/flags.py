@@ -3,7 +3,8 @@
 A field `max_num_seqs` is the flag `--max-num-seqs` (also `--max_num_seqs`) and the variable
 FOREBAY_MAX_NUM_SEQS; the flag wins. Kinds: int (also 8k, 2M as in vLLM), float, str, Secret,
 Literal, bool (`--x` and `--no-x`), tuple (a flag that may be repeated; in a variable parted by
-commas, or a JSON list). It knows no command and reads nothing but what it is given.
+commas, or a JSON list). A secret may also stand in a file, which FOREBAY_THE_NAME_FILE names, as
+containers are given theirs. It knows no command and reads no other file.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import msgspec
@@ -97,6 +99,9 @@ def parse(
             words, source = [given.positional], positional.upper()
         if words is None and option.variable in environment:
             words, source = _from_variable(option, environment), option.variable
+        file = option.variable + "_FILE"
+        if words is None and option.kind is Secret and file in environment:
+            words, source = _from_file(option, environment[file], file), file
         if words is not None:
             items = [option.convert(word, source) for word in words]
             values[option.name] = tuple(items) if option.repeatable else items[-1]
@@ -217,6 +222,16 @@ def _from_variable(option: Option, environment: Mapping[str, str]) -> list[str]:
         return msgspec.json.decode(text, type=list[str])
     except msgspec.DecodeError:
         raise StartError(f"{option.variable}: not a JSON list of texts") from None
+
+
+def _from_file(option: Option, path: str, source: str) -> list[str]:
+    """The secret in a file, or of a repeatable one those on its lines."""
+    try:
+        text = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise StartError(f"{source}: cannot read {path}: {reason}") from None
+    return text.split() if option.repeatable else [text]
 
 
 def _dashes(word: str) -> str:

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,27 @@ def test_help_and_refusals_load_neither_torch_nor_a_web_server() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert ended.stdout.endswith("\n[]\n")
+
+
+def test_a_secret_may_stand_in_a_file(tmp_path: Path) -> None:
+    keys, url = tmp_path / "keys", tmp_path / "url"
+    keys.write_text("sk-one\nsk-two\n")
+    url.write_text("redis://:pass@redis:6379/0\n")
+    variables = {"FOREBAY_API_KEY_FILE": str(keys), "FOREBAY_REDIS_URL_FILE": str(url)}
+    settings: Any = GATEWAY.parse([], variables)
+    assert settings.api_key == ("sk-one", "sk-two")
+    assert settings.redis_url == "redis://:pass@redis:6379/0"
+    flagged: Any = GATEWAY.parse(["--api-key", "sk-flag"], variables)
+    assert flagged.api_key == ("sk-flag",)
+
+
+def test_a_secret_file_that_cannot_be_read_is_named_and_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"FOREBAY_API_KEY_FILE: cannot read .*No such file"):
+        GATEWAY.parse([], {"FOREBAY_API_KEY_FILE": str(tmp_path / "none")})
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(StartError, match="it is no text"):
+        GATEWAY.parse([], {"FOREBAY_API_KEY_FILE": str(binary)})
 
 
 def test_secrets_show_in_no_repr_and_no_message() -> None:
