@@ -8,8 +8,8 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -20,6 +20,7 @@ from forebay_gateway.dispatch import Event, Job
 from forebay_gateway.main import server_config
 from forebay_gateway.server import Server
 from forebay_gateway.teams.teams import Teams
+from forebay_shared.bus import Publisher
 from forebay_shared.errors import ModelNotFoundError, NoWorkerError
 from forebay_shared.models import (
     CAP_GENERATE,
@@ -30,6 +31,7 @@ from forebay_shared.models import (
     content_hash,
 )
 from forebay_shared.settings import GatewaySettings
+from forebay_shared.supervise import Supervisor
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Delta, Done, FinishReason, Started, TokenLogprobs, Usage
 from prometheus_client import CollectorRegistry, generate_latest
@@ -200,6 +202,10 @@ class ScriptedBackend:
         {CAP_GENERATE, CAP_LOGPROBS, CAP_PENALTIES, CAP_LOGIT_BIAS}
     )
 
+    redis_url: str = ""
+    """A real Redis for what the HTTP side keeps there; without one, every call to it fails."""
+    gateway: str = "scripted"
+
     def __post_init__(self) -> None:
         files = (self.tokenizer.to_str().encode(), self.template.encode())
         self._blobs = {content_hash(data): data for data in files}
@@ -224,6 +230,15 @@ class ScriptedBackend:
             capabilities=self.capabilities,
             generation_defaults=dict(self.generation_defaults),
         )
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncGenerator[None]:
+        """The tasks and the connection to Redis that last as long as the server."""
+        self.publisher = Publisher(self.redis_url or "unix:///none.sock", patience_s=1.0)
+        async with Supervisor("redis") as connection:
+            connection.start("publisher", self.publisher.run())
+            async with Supervisor("background") as self.tasks:
+                yield
 
     roster = property(lambda self: self)
     dispatcher = property(lambda self: self)
@@ -260,10 +275,11 @@ def serving(backend: ScriptedBackend, settings: GatewaySettings) -> Generator[tu
 
     async def serve() -> None:
         nonlocal server
-        app = create_app(settings, backend, lambda: server is not None and server.draining)
-        server = Server(server_config(app, settings))
-        started.set()
-        await server.serve(sockets=[listener])
+        async with backend.connected():
+            app = create_app(settings, backend, lambda: server is not None and server.draining)
+            server = Server(server_config(app, settings))
+            started.set()
+            await server.serve(sockets=[listener])
 
     def main() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

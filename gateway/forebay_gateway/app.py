@@ -21,6 +21,8 @@ from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.openai.turns import Turns
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.request_ids import request_id
+from forebay_gateway.api.responses.routes import response_apps, response_routes
+from forebay_gateway.api.responses.service import ResponsesService
 from forebay_gateway.auth import Keyring
 from forebay_gateway.interpret import Interpreter
 from forebay_gateway.prompt import Renderers
@@ -33,6 +35,7 @@ def create_app(
     renderers = Renderers(backend.store.blob)
     interpreter = Interpreter(settings.tool_call_parser, settings.reasoning_parser)
     turns = Turns(backend, renderers, interpreter)
+    responses = ResponsesService(turns, settings)
 
     async def warm() -> None:
         await renderers.warm(backend.roster.cards())
@@ -40,11 +43,13 @@ def create_app(
     posts = {
         **generation_apps(OpenAIService(turns), settings.max_body_bytes),
         **messages_apps(MessagesService(turns), settings.max_body_bytes),
+        **response_apps(responses, settings.max_body_bytes),
     }
     routes = Litestar(
         route_handlers=[
             *post_routes(posts),
             *model_routes(backend.roster),
+            *response_routes(responses),
             *health_routes(backend, draining, warm),
         ],
         exception_handlers={Exception: _answer_error},

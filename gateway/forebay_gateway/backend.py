@@ -42,6 +42,7 @@ class Backend:
             [self.inbox.feed(self.gateway), self.roster.feed(), self.teams.sync.feed()],
         )
         self.supervisors: tuple[Supervisor, ...] = ()
+        self.tasks = Supervisor("background")
         self._reconnects = 0
         self._bad_messages = 0
         self.dispatcher = Dispatcher(
@@ -143,6 +144,7 @@ async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
             reading.start("reader", backend.reader.run())
             reading.start("upkeep", backend.upkeep())
             reading.start("teams", backend.teams.sync.run())
-            backend.supervisors = (publishing, reading)
-            yield backend
+            backend.supervisors = (publishing, reading, backend.tasks)
+            async with backend.tasks:
+                yield backend
         await shielded(backend.farewell(), FAREWELL_S)

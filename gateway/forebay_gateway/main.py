@@ -81,6 +81,7 @@ async def _until_failure(server: Server, listener: socket.socket, backend: Backe
     failure = asyncio.create_task(backend.failure(), name="gateway.failure")
     failure.add_done_callback(end)
     await server.serve(sockets=[listener])
+    await backend.tasks.finish(server.drain_left_s)
     if failure.done() and failure.exception() is not None:
         return 1
     failure.cancel()

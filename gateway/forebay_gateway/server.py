@@ -167,8 +167,16 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._stop_at = 0.0
         self.draining = False
+        self._drained_at = 0.0
+
+    @property
+    def drain_left_s(self) -> float:
+        """What is left of the drain time once a signal has come."""
+        return max(0.0, self._drained_at - time.monotonic())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.draining:
+            self._drained_at = time.monotonic() + (self.config.timeout_graceful_shutdown or 0)
         if not self.draining and sig == signal.SIGTERM and self.server_state.tasks:
             self._stop_at = time.monotonic() + LAME_DUCK_S
         else:

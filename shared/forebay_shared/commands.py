@@ -113,6 +113,9 @@ _HTTP = (
     "teams",
     "key_pepper",
     "trusted_proxy",
+    "response_ttl_s",
+    "response_store_bytes",
+    "max_background_responses",
 )
 
 SERVE = Command(

@@ -3,6 +3,7 @@
     ForebayError
     ├── InvalidRequestError        400  invalid_request_error
     │   ├── ContextLengthError     400  context_length_exceeded
+    │   ├── PreviousResponseError  400  previous_response_not_found
     │   └── UnsupportedError       400  unsupported_parameter
     ├── AuthenticationError        401  invalid_api_key
     ├── PermissionDeniedError      403  permission_denied
@@ -56,6 +57,10 @@ class InvalidRequestError(ForebayError):
 
 class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
+
+
+class PreviousResponseError(InvalidRequestError):
+    code = "previous_response_not_found"
 
 
 class UnsupportedError(InvalidRequestError):

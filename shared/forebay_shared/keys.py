@@ -101,3 +101,18 @@ def audit() -> str:
 def pepper() -> str:
     """String: the key of the digests of keys, where no gateway was given one."""
     return "fb:{teams}:pepper"
+
+
+def response(team: str, response_id: str) -> str:
+    """Hash: a stored response, the input that it answers, and how far it is."""
+    return f"fb:{{r:{team}}}:response:{response_id}"
+
+
+def response_events(team: str, response_id: str) -> str:
+    """List: the events of a response that is streamed from the background, by their number."""
+    return f"fb:{{r:{team}}}:events:{response_id}"
+
+
+def responses(team: str) -> tuple[str, str, str]:
+    """A team's books of its responses: when they were kept, their sizes, which are running."""
+    return f"fb:{{r:{team}}}:index", f"fb:{{r:{team}}}:sizes", f"fb:{{r:{team}}}:running"

@@ -68,6 +68,15 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: Annotated[
         tuple[str, ...], Meta(description="origin that browsers may call from; repeatable")
     ] = ()
+    response_ttl_s: Annotated[
+        int, Meta(ge=0, description="seconds that a response is kept for later; 0: none is kept")
+    ] = 604_800
+    response_store_bytes: Annotated[
+        int, Meta(ge=65_536, description="bytes of kept responses per team; the oldest go first")
+    ] = 67_108_864
+    max_background_responses: Annotated[
+        int, Meta(ge=1, description="background responses at once, per process and per team")
+    ] = 64
     tool_call_parser: Annotated[
         str, Meta(description="form of the model's tool calls; auto: by its chat template")
     ] = "auto"
@@ -160,6 +169,15 @@ class ServeSettings(WorkerSettings, frozen=True, kw_only=True):
     admin_key: Annotated[
         Secret, Meta(description="bearer key that rules /admin/v1; default: one made for you")
     ] = Secret("")
+    response_ttl_s: Annotated[
+        int, Meta(ge=0, description="seconds that a response is kept for later; 0: none is kept")
+    ] = 604_800
+    response_store_bytes: Annotated[
+        int, Meta(ge=65_536, description="bytes of kept responses per team; the oldest go first")
+    ] = 67_108_864
+    max_background_responses: Annotated[
+        int, Meta(ge=1, description="background responses at once, per process and per team")
+    ] = 64
     tool_call_parser: Annotated[
         str, Meta(description="form of the model's tool calls; auto: by its chat template")
     ] = "auto"

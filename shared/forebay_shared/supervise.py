@@ -47,6 +47,11 @@ class Supervisor:
         """Waits for ever, or raises what the first failed task raised."""
         await asyncio.shield(self._failed)
 
+    async def finish(self, timeout_s: float) -> None:
+        """Gives the tasks so long to come to their end by themselves."""
+        if self._tasks and timeout_s > 0:
+            await asyncio.wait(list(self._tasks), timeout=timeout_s)
+
     async def stop(self) -> None:
         """Cancels the tasks one by one, newest first, each within the stop time."""
         try:

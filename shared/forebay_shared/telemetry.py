@@ -241,6 +241,16 @@ class GatewayMetrics:
         self.inbox_tokens = Gauge(
             "forebay_inbox_tokens", "Token ids that wait for their client.", registry=registry
         )
+        self.background_responses = Gauge(
+            "forebay_background_responses",
+            "Responses that this process runs in the background.",
+            registry=registry,
+        )
+        self.responses_evicted = Counter(
+            "forebay_responses_evicted",
+            "Kept responses that went before their time, for want of room.",
+            registry=registry,
+        )
         self.workers = Gauge("forebay_workers", "Live workers.", registry=registry)
         self.loop_lag = Histogram(
             "forebay_event_loop_lag_seconds",

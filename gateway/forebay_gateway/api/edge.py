@@ -35,13 +35,17 @@ _ROUTES = {
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "tokenize",
     "/v1/models": "models",
+    "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "tokenize",
     "/health": "health",
     "/ready": "ready",
     "/version": "version",
     "/metrics": "metrics",
 }
+_WITH_IDS = frozenset({"/v1/models", "/v1/responses"})
+"""Paths that go on with the id of one thing."""
 _PREFLIGHT: Headers = [
-    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
     (b"access-control-max-age", b"600"),
 ]
 
@@ -136,7 +140,7 @@ class Edge:
 
     def _preflight(self, headers: Mapping[bytes, bytes]) -> ASGIApp:
         """A browser asks before it sends a key, so this needs none; it reaches no route."""
-        answer: Headers = [(b"allow", b"GET, HEAD, POST, OPTIONS")]
+        answer: Headers = [(b"allow", b"GET, HEAD, POST, DELETE, OPTIONS")]
         if headers.get(b"origin") in self._origins:
             wanted = headers.get(b"access-control-request-headers", b"authorization, content-type")
             answer += [*_PREFLIGHT, (b"access-control-allow-headers", wanted)]
@@ -167,9 +171,13 @@ def _callers_headers(scope: Scope) -> Headers:
 
 def _route(path: str) -> str:
     """The metrics' name of a path: one of a few, whatever clients send."""
-    if path.startswith("/v1/models/"):
-        return "models"
-    return "admin" if path.startswith("/admin") else _ROUTES.get(path.rstrip("/"), "other")
+    if path.startswith("/admin"):
+        return "admin"
+    name = _ROUTES.get(path.rstrip("/"))
+    if name is None:
+        parent = "/".join(path.split("/", 3)[:3])
+        name = _ROUTES[parent] if parent in _WITH_IDS else "other"
+    return name
 
 
 def _as_routed(scope: HTTPScope) -> HTTPScope:

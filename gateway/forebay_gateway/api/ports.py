@@ -3,9 +3,11 @@
 `backend.Backend` is the real one, over Redis. It knows no implementation.
 """
 
+from collections.abc import Coroutine
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
+from forebay_shared.bus import Publisher
 from forebay_shared.models import ModelCard
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Embedded
@@ -62,8 +64,23 @@ class Blobs(Protocol):
     async def blob(self, sha256: str) -> bytes: ...
 
 
+class Tasks(Protocol):
+    """Owns what goes on without a client; see supervise.Supervisor."""
+
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> None: ...
+
+
 class Services(Protocol):
-    """Everything together."""
+    """Everything together. `gateway` is this process's name for the others."""
+
+    @property
+    def gateway(self) -> str: ...
+
+    @property
+    def publisher(self) -> Publisher: ...
+
+    @property
+    def tasks(self) -> Tasks: ...
 
     @property
     def roster(self) -> Models: ...

@@ -27,12 +27,14 @@ class _Top(msgspec.Struct):
     bytes: list[int]
 
 
-class _Token(_Top):
+class TokenEntry(_Top):
+    """A token, its log-probability, and the likeliest alternatives."""
+
     top_logprobs: list[_Top]
 
 
 class _Content(msgspec.Struct):
-    content: list[_Token]
+    content: list[TokenEntry]
     refusal: None = None
 
 
@@ -49,25 +51,26 @@ class ChatLogprobs:
     def __init__(self, vocabulary: Vocabulary, top: int) -> None:
         self._vocabulary = vocabulary
         self._top = top
-        self._all: list[_Token] = []
+        self._all: list[TokenEntry] = []
 
     def chunk(self, update: Update) -> bytes:
-        return _encode(_Content(self._tokens(update)))
+        return _encode(_Content(self.tokens(update)))
 
     def collect(self, update: Update) -> None:
-        self._all += self._tokens(update)
+        self._all += self.tokens(update)
 
     def whole(self) -> bytes:
         return _encode(_Content(self._all))
 
-    def _tokens(self, update: Update) -> list[_Token]:
+    def tokens(self, update: Update) -> list[TokenEntry]:
+        """The update's tokens that have a text, with what is listed of each."""
         return [
             self._token(token_id, entry) for token_id, entry in _visible(self._vocabulary, update)
         ]
 
-    def _token(self, token_id: int, entry: TokenLogprobs) -> _Token:
+    def _token(self, token_id: int, entry: TokenLogprobs) -> TokenEntry:
         spelling = self._vocabulary.spelling(token_id)
-        return _Token(
+        return TokenEntry(
             token=_text(spelling),
             logprob=_finite(entry.logprob),
             bytes=list(spelling),

@@ -1,0 +1,232 @@
+"""The requests of /v1/responses as frozen structs, and what is refused of them by name.
+
+Null means absent for every optional field; unknown fields are ignored, so that newer clients work.
+It knows no model, no Litestar and no Redis.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from forebay_shared.errors import InvalidRequestError, UnsupportedError
+from forebay_shared.sampling import MAX_LOGPROBS
+from msgspec import Meta
+
+from forebay_gateway.api.decoding import decode
+from forebay_gateway.api.openai.schema import Count, Effort, Penalty, TokenId
+from forebay_gateway.api.openai.structured import StructuredOutputs
+
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = frozenset(
+    {
+        _LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+
+Label = Annotated[str, Meta(max_length=512)]
+
+
+class Part(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A piece of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[object] | None = None
+
+
+class Item(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """An item of a conversation, of any type: as it is sent, stored and listed."""
+
+    type: str | None = None
+    id: str | None = None
+    status: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class ChosenTool(msgspec.Struct, frozen=True):
+    type: str
+    name: str | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ChosenTool] | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    schema: msgspec.Raw = msgspec.Raw(b"null")
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "all_turns", "current_turn"] | None = None
+    mode: str | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_obfuscation: bool | None = None
+
+
+class PromptCacheOptions(msgspec.Struct, frozen=True):
+    prewarm: bool | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that would change the answer and that nothing here honours: null or refused."""
+
+    access_programs: object = None
+    context_management: object = None
+    conversation: object = None
+    moderation: object = None
+    prompt: object = None
+
+
+class ResponsesRequest(Refused, frozen=True, kw_only=True):
+    """A request for a response: OpenAI's fields, then those that other servers add."""
+
+    model: str
+    input: str | Annotated[list[Item], Meta(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: list[str] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: (
+        Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
+    ) = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    generate: bool | None = None
+
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+
+
+def decode_request(body: bytes | bytearray) -> ResponsesRequest:
+    """Raises InvalidRequestError that names the first bad field."""
+    request = decode(_decoder, body)
+    for name in Refused.__struct_fields__:
+        if getattr(request, name) is not None:
+            raise UnsupportedError(f"{name} is not supported.", param=name)
+    _check_options(request)
+    _check_metadata(request.metadata or {})
+    if any(name not in _INCLUDABLE for name in request.include or ()):
+        raise InvalidRequestError(
+            f"include may hold {', '.join(sorted(_INCLUDABLE))}.", param="include"
+        )
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError(
+            "stream_options may be set only when stream is true.", param="stream_options"
+        )
+    if request.background and request.store is False:
+        raise InvalidRequestError(
+            "background needs store: only a stored response can be asked for later.",
+            param="background",
+        )
+    return request
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > MAX_METADATA or any(
+        len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE
+        for key, value in metadata.items()
+    ):
+        raise InvalidRequestError(
+            f"metadata may hold at most {MAX_METADATA} pairs of a key of up to {MAX_METADATA_KEY} "
+            f"and a value of up to {MAX_METADATA_VALUE} characters.",
+            param="metadata",
+        )
+
+
+def _check_options(request: ResponsesRequest) -> None:
+    """What no engine here can do, deep inside of a field."""
+    reasoning, options = request.reasoning, request.prompt_cache_options
+    for refused, param in (
+        (request.generate is False, "generate"),
+        (options is not None and options.prewarm, "prompt_cache_options.prewarm"),
+        (
+            request.stream_options is not None and request.stream_options.include_obfuscation,
+            "stream_options.include_obfuscation",
+        ),
+        (reasoning is not None and reasoning.context == "current_turn", "reasoning.context"),
+        (reasoning is not None and reasoning.mode not in (None, "standard"), "reasoning.mode"),
+    ):
+        if refused:
+            raise UnsupportedError(f"This value of {param} is not supported.", param=param)
