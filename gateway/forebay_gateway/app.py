@@ -16,7 +16,9 @@ from forebay_gateway.api.dialects import written
 from forebay_gateway.api.edge import Edge
 from forebay_gateway.api.errors import ClientGoneError, foreseen
 from forebay_gateway.api.health import health_routes
-from forebay_gateway.api.openai.routes import generation_apps, model_routes
+from forebay_gateway.api.openai.embeddings import EmbeddingService
+from forebay_gateway.api.openai.routes import embedding_apps, generation_apps, model_routes
+from forebay_gateway.api.openai.scoring import ScoringService
 from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.openai.turns import Turns
 from forebay_gateway.api.ports import Services
@@ -42,6 +44,11 @@ def create_app(
 
     posts = {
         **generation_apps(OpenAIService(turns), settings.max_body_bytes),
+        **embedding_apps(
+            EmbeddingService(backend, renderers),
+            ScoringService(backend, renderers),
+            settings.max_body_bytes,
+        ),
         **messages_apps(MessagesService(turns), settings.max_body_bytes),
         **response_apps(responses, settings.max_body_bytes),
     }

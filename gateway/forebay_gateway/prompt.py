@@ -65,6 +65,11 @@ class Renderer:
         longest_first = sorted(self.vocabulary.special_texts, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Neither cuts nor pads."""
+        return self._tokenizer
+
     def chat(self, messages: Sequence[Message], options: TemplateOptions) -> list[int]:
         """The prompt of a conversation.
 

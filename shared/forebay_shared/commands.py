@@ -100,6 +100,7 @@ _ENGINE = (
     "seed",
     "echo_delay_ms",
 )
+_EMBEDDING = ("embedding_model", "embedding_served_model_name")
 _HTTP = (
     "host",
     "port",
@@ -124,12 +125,18 @@ SERVE = Command(
     settings=ServeSettings,
     run="forebay_shared.serve:run",
     positional="model",
-    groups={"HTTP": _HTTP, "model": _MODEL, "engine": _ENGINE},
+    groups={
+        "HTTP": _HTTP,
+        "model": _MODEL,
+        "embeddings": _EMBEDDING,
+        "engine": _ENGINE,
+    },
     examples=(
         "forebay serve                                   the demo model, on port 8000",
         "forebay serve Qwen/Qwen3-0.6B --port 9000       a model of the hub",
         "forebay serve ./my-model --api-key sk-mine --gateways 2",
         "forebay serve model.Q4_K_M.gguf --max-model-len 4k",
+        "forebay serve --embedding-model minilm          chat and embeddings, two workers",
     ),
 )
 GATEWAY = Command(

@@ -1,4 +1,4 @@
-"""`forebay serve`: a private Redis, gateways and one worker, supervised as one.
+"""`forebay serve`: a private Redis, gateways and a worker for each model, supervised as one.
 
 Binds the port itself and hands the socket to the gateways, so a busy port is known before anything
 starts and no connection is refused while a gateway restarts. Secrets reach children through the
@@ -38,7 +38,7 @@ from forebay_shared.settings import (
 S = TypeVar("S", bound=msgspec.Struct)
 
 BACKLOG: Final = 2048
-_SEES_A_WORKER = re.compile(rb"^forebay_workers(?:{[^}]*})? [1-9]", re.MULTILINE)
+_SEES_WORKERS = re.compile(rb"^forebay_workers(?:{[^}]*})? (\d+)", re.MULTILINE)
 POLL_S, GET_TIMEOUT_S = 0.1, 1.0
 LEAVE_S, STOP_WORKER_S, STOP_REDIS_S = 1.5, 1.2, 0.7
 """A gateway has the drain time (1 s) and LEAVE_S: all in all less than the 5 s of the promise."""
@@ -79,6 +79,8 @@ class _House:
         self._redis = [Child(_redis_program(private, lock), _say)] if private else []
         self._gateways = [Child(gateway, _say) for _ in range(settings.gateways)]
         self._workers = [Child(_worker_program(settings), _say)]
+        if settings.embedding_model:
+            self._workers.append(Child(_embedding_program(settings), _say))
         self._stopping = asyncio.Event()
 
     async def serve(self) -> int:
@@ -152,23 +154,30 @@ class _House:
         return str(self._settings.api_key[0])
 
     async def _all_ready(self) -> None:
-        """Waits for /ready, and until each gateway has counted the worker.
+        """Waits for /ready, and until each gateway has counted every worker.
 
         Any gateway may take a connection: /metrics, which speaks for all of them, says the rest.
         """
         while True:
             if await self._get("/ready") is not None:
                 metrics = await self._get("/metrics") or b""
-                if len(_SEES_A_WORKER.findall(metrics)) >= len(self._gateways):
+                counts = [int(count) for count in _SEES_WORKERS.findall(metrics)]
+                complete = [count for count in counts if count >= len(self._workers)]
+                if len(complete) >= len(self._gateways):
                     return
             await asyncio.sleep(POLL_S)
 
     async def _model_name(self) -> str:
-        """What the first gateway that knows a model calls it."""
+        """What the first gateway that knows the model calls it; of two, that which generates."""
         while True:
             models = msgspec.json.decode(await self._get("/v1/models") or b"{}", type=_Models)
-            if models.data:
+            embedders = [each.id for each in models.data if "generate" not in each.capabilities]
+            generators = [each.id for each in models.data if "generate" in each.capabilities]
+            if len(self._workers) == 1 and models.data:
                 return models.data[0].id
+            if embedders and generators:
+                _say(f"embeddings by the model {embedders[0]}")
+                return generators[0]
             await asyncio.sleep(POLL_S)
 
     async def _get(self, path: str) -> bytes | None:
@@ -178,6 +187,7 @@ class _House:
 
 class _Model(msgspec.Struct):
     id: str
+    capabilities: list[str] = []
 
 
 class _Models(msgspec.Struct):
@@ -242,13 +252,27 @@ def _gateway_program(settings: ServeSettings, listener: socket.socket) -> Progra
     )
 
 
-def _worker_program(settings: ServeSettings) -> Program:
+def _worker_program(settings: ServeSettings, **more: object) -> Program:
     # It stops after the gateways: nobody is left whom a drain could serve.
-    worker = _narrowed(settings, WorkerSettings, drain_timeout_s=0.0)
+    worker = _narrowed(settings, WorkerSettings, drain_timeout_s=0.0, **more)
     return Program(
         name="worker",
         command=(sys.executable, "-m", "forebay_shared.cli", "worker"),
         environment=_environment() | to_environment(worker),
+    )
+
+
+def _embedding_program(settings: ServeSettings) -> Program:
+    """The second worker. What was said of the first one's model does not hold for its own."""
+    return _worker_program(
+        settings,
+        model=settings.embedding_model,
+        served_model_name=settings.embedding_served_model_name,
+        runner="pooling",
+        engine="echo" if settings.engine == "echo" else "native",
+        max_model_len=0,
+        max_num_batched_tokens=0,
+        chat_template="",
     )
 
 

@@ -155,7 +155,15 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeSettings(WorkerSettings, frozen=True, kw_only=True):
-    """The embedded default: Redis, gateways and a worker, supervised as one."""
+    """The embedded default: Redis, gateways and a worker, or two, supervised as one."""
+
+    embedding_model: Annotated[
+        str,
+        Meta(description="serve this model's embeddings too: minilm, a directory or a hub id"),
+    ] = ""
+    embedding_served_model_name: Annotated[
+        tuple[str, ...], Meta(description="public name of the embedding model; repeatable")
+    ] = ()
 
     redis_url: Annotated[
         Secret, Meta(description="use this Redis; default: start a private one")

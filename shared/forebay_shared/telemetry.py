@@ -31,8 +31,9 @@ _HTTP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 ROUTES = (
-    "chat_completions", "completions", "embeddings", "responses", "messages", "models", "files",
-    "batches", "tokenize", "admin", "health", "ready", "version", "metrics", "other",
+    "chat_completions", "completions", "embeddings", "score", "rerank", "responses", "messages",
+    "models", "files", "batches", "tokenize", "admin", "health", "ready", "version", "metrics",
+    "other",
 )  # fmt: skip
 
 DropReason = Literal["unknown", "fenced", "duplicate", "bad"]
@@ -270,6 +271,12 @@ class GatewayMetrics:
         self.workers_lost = Counter(
             "forebay_workers_lost", "Workers whose lease lapsed or that left.", registry=registry
         )
+        self._embedded_inputs = Counter(
+            "forebay_embedded_inputs", "Inputs that became vectors.", registry=registry
+        )
+        self._embedded_tokens = Counter(
+            "forebay_embedded_tokens", "Tokens of those inputs.", registry=registry
+        )
         self._dropped = Counter(
             "forebay_dropped_replies", "Replies dropped.", ["reason"], registry=registry
         )
@@ -289,6 +296,11 @@ class GatewayMetrics:
         count, duration = self._answers[answers]
         count.inc()
         duration.observe(seconds)
+
+    def embedded(self, inputs: int, tokens: int) -> None:
+        """Counts the vectors of one request and the tokens that they took."""
+        self._embedded_inputs.inc(inputs)
+        self._embedded_tokens.inc(tokens)
 
     def dropped(self, reason: DropReason, count: int = 1) -> None:
         self._dropped.labels(reason=reason).inc(count)

@@ -32,6 +32,12 @@ _UNBOUNDED = OPEN_PATHS | {METRICS_PATH}
 _ROUTES = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
+    "/v1/embeddings": "embeddings",
+    "/score": "score",
+    "/v1/score": "score",
+    "/rerank": "rerank",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "tokenize",
     "/v1/models": "models",

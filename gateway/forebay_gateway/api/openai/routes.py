@@ -9,6 +9,8 @@ from litestar.types import ASGIApp, Scope
 
 from forebay_gateway.api.calls import posted
 from forebay_gateway.api.edge import caller
+from forebay_gateway.api.openai.embeddings import EmbeddingService
+from forebay_gateway.api.openai.scoring import ScoringService
 from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.openai.turns import find_model
 from forebay_gateway.api.ports import Models
@@ -16,11 +18,13 @@ from forebay_gateway.api.respond import Answer
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """A model as /v1/models lists it. `created` is in seconds."""
+    """A model as /v1/models lists it. `created` is in seconds; `capabilities` say what it does,
+    among them generate and embed."""
 
     id: str
     created: int
     max_model_len: int
+    capabilities: list[str]
     object: str = "model"
     owned_by: str = "forebay"
 
@@ -36,6 +40,21 @@ def generation_apps(service: OpenAIService, max_body_bytes: int) -> dict[str, AS
         "/v1/chat/completions": posted(service.chat, max_body_bytes),
         "/v1/completions": posted(service.complete, max_body_bytes),
     }
+
+
+def embedding_apps(
+    embeddings: EmbeddingService, scoring: ScoringService, max_body_bytes: int
+) -> dict[str, ASGIApp]:
+    """What answers a POST, by path."""
+    calls = {
+        "/v1/embeddings": embeddings.embed,
+        "/score": scoring.score,
+        "/v1/score": scoring.score,
+        "/rerank": scoring.rerank,
+        "/v1/rerank": scoring.rerank,
+        "/v2/rerank": scoring.rerank_2,
+    }
+    return {path: posted(call, max_body_bytes) for path, call in calls.items()}
 
 
 def model_routes(roster: Models) -> list[HTTPRouteHandler]:
@@ -57,4 +76,9 @@ def model_routes(roster: Models) -> list[HTTPRouteHandler]:
 
 
 def _entry(card: ModelCard, name: str) -> ModelEntry:
-    return ModelEntry(id=name, created=card.created, max_model_len=card.max_model_len)
+    return ModelEntry(
+        id=name,
+        created=card.created,
+        max_model_len=card.max_model_len,
+        capabilities=sorted(card.capabilities),
+    )

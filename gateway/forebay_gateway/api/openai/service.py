@@ -25,7 +25,7 @@ from forebay_gateway.api.openai.shapes import (
     Identity,
     UsageFields,
 )
-from forebay_gateway.api.openai.turns import Turns, find_model, new_id, new_job, room
+from forebay_gateway.api.openai.turns import Turns, find_generator, new_id, new_job, room
 from forebay_gateway.interpret import Reading
 from forebay_gateway.prompt import Renderer
 from forebay_gateway.teams.caller import Caller
@@ -69,7 +69,7 @@ class OpenAIService:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
         size = len(body)
         request = await self._renderers.run(lambda: decode_completion(body), size)
-        card = find_model(self._backend.roster, request.model, caller)
+        card = find_generator(self._backend.roster, request.model, caller)
         logprobs = params.completion_logprobs(request, card)
         renderer = await self._renderers.get(card)
         prompts = await self._prompts(request, card, renderer, size)

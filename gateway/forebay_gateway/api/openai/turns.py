@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forebay_shared.errors import InvalidRequestError, ModelNotFoundError
-from forebay_shared.models import CAP_GRAMMAR, ModelCard
+from forebay_shared.errors import InvalidRequestError, ModelNotFoundError, UnsupportedError
+from forebay_shared.models import CAP_GENERATE, CAP_GRAMMAR, ModelCard
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.template import Json
 from litestar.types import ASGIApp
@@ -96,7 +96,7 @@ class Turns:
 
         Raises ForebayError for what is wrong with the messages, the tools or the template's values.
         """
-        card = find_model(self.backend.roster, request.model, caller)
+        card = find_generator(self.backend.roster, request.model, caller)
         use = tool_use(
             request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
         )
@@ -158,6 +158,17 @@ def find_model(roster: Models, name: str, caller: Caller) -> ModelCard:
         return roster.find(name)
     except ModelNotFoundError:
         raise unknown_model(name) from None
+
+
+def find_generator(roster: Models, name: str, caller: Caller) -> ModelCard:
+    """The same for a model that is to generate text; raises UnsupportedError when it does not."""
+    card = find_model(roster, name, caller)
+    if CAP_GENERATE not in card.capabilities:
+        raise UnsupportedError(
+            f"The model '{name}' makes embeddings; it does not generate text. Use /v1/embeddings.",
+            param="model",
+        )
+    return card
 
 
 def room(card: ModelCard, prompt: Sequence[int], param: str) -> int:
