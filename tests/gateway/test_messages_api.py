@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 
+import anthropic
 import httpx
 import pytest
 from forebay_shared.errors import EngineError, NoWorkerError, OverloadedError
@@ -457,3 +458,43 @@ def test_a_template_without_turns_for_tools_still_tells_the_model_of_them() -> N
     with running_api(ScriptedBackend(template=TEMPLATE, max_model_len=2048)) as api:
         both(api, tools=TOOLS)
         assert "weather" in prompt_text(api)
+
+
+class TestAnthropicSdk:
+    """The official client, unchanged."""
+
+    @pytest.fixture
+    def client(self, api: Api) -> Iterator[anthropic.Anthropic]:
+        with anthropic.Anthropic(base_url=api.url, api_key="sk-any", max_retries=0) as client:
+            yield client
+
+    def test_the_stream_helper_puts_every_block_together(
+        self, api: Api, client: anthropic.Anthropic
+    ) -> None:
+        says(api, f"<think>Hm.</think>Let me see.\n{CALL}")
+        fields = {"model": MODEL, "max_tokens": 500, "messages": HI, "tools": TOOLS}
+        with client.messages.stream(**fields) as stream:
+            found = stream.get_final_message()
+        whole = client.messages.create(**fields)
+        for message in (found, whole):
+            thinking, text, call = message.content
+            assert (thinking.thinking, text.text) == ("Hm.", "Let me see.")
+            assert (call.name, call.input) == ("weather", json.loads(CITY))
+            assert message.stop_reason == "tool_use"
+        assert found.usage == whole.usage
+        says(api, "Fine.")
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "warm"}
+        fields["messages"] = [*HI, whole.to_param(), {"role": "user", "content": [result]}]
+        assert client.messages.create(**fields).content[0].text == "Fine."
+
+    def test_errors_are_its_own_classes(self, api: Api, client: anthropic.Anthropic) -> None:
+        fields = {"model": MODEL, "max_tokens": 500, "messages": HI}
+        says(api, ANSWER, error=OverloadedError("Too much."))
+        with pytest.raises(anthropic.OverloadedError) as refused:
+            client.messages.create(**fields)
+        assert (refused.value.type, refused.value.status_code) == ("overloaded_error", 529)
+        says(api, ANSWER, error=EngineError("It failed."), error_after=3)
+        with pytest.raises(anthropic.InternalServerError):
+            client.messages.create(**fields)
+        with pytest.raises(anthropic.APIStatusError, match="It failed"):
+            list(client.messages.create(**fields, stream=True))
