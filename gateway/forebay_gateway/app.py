@@ -1,6 +1,7 @@
 """The one place that wires the gateway's HTTP side: keys, limits, renderers, routes."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from forebay_shared.errors import MethodNotAllowedError
 from forebay_shared.settings import GatewaySettings
@@ -29,9 +30,16 @@ from forebay_gateway.auth import Keyring
 from forebay_gateway.interpret import Interpreter
 from forebay_gateway.prompt import Renderers
 
+if TYPE_CHECKING:
+    from forebay_shared.tracing.spans import Tracing
+
 
 def create_app(
-    settings: GatewaySettings, backend: Services, draining: Callable[[], bool] = lambda: False
+    settings: GatewaySettings,
+    backend: Services,
+    draining: Callable[[], bool] = lambda: False,
+    *,
+    tracing: "Tracing | None" = None,
 ) -> Edge:
     """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
     renderers = Renderers(backend.store.blob)
@@ -83,6 +91,7 @@ def create_app(
         telemetry=backend.telemetry,
         allowed_origins=settings.allowed_origins,
         trusted_proxies=settings.trusted_proxy,
+        tracing=tracing,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import cast
 
-from forebay_shared import keys
+from forebay_shared import keys, tracing
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import BusError
 from forebay_shared.exposition import render, snapshot
@@ -52,6 +52,7 @@ class Backend:
             self.inbox,
             self.telemetry,
             settings.queue_timeout_s,
+            tracing.current,
         )
 
     @property

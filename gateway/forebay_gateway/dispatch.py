@@ -6,7 +6,7 @@ text and no HTTP: it sees token ids, the roster, the inbox and one lane per work
 
 import asyncio
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,7 @@ class Generation(Attempts[Event]):
 
     def __init__(self, dispatcher: "Dispatcher", job: Job) -> None:
         self._ledger = Ledger(job.n)
+        self._traceparent = dispatcher.traceparent()
         self.job = job
         super().__init__(dispatcher, job.request_id, job.card, self._ledger)
 
@@ -92,6 +93,7 @@ class Generation(Attempts[Event]):
             weight=job.weight,
             priority=job.priority,
             queue_timeout_ms=self.dispatcher.queue_timeout_ms,
+            traceparent=self._traceparent,
         )
 
     def _sampling(self) -> SamplingParams:
@@ -103,7 +105,7 @@ class Generation(Attempts[Event]):
 
 
 class Dispatcher:
-    """Places jobs on workers."""
+    """Places jobs on workers. `traceparent` tells the trace of the call that asks; "" without."""
 
     def __init__(
         self,
@@ -113,9 +115,11 @@ class Dispatcher:
         inbox: Inbox,
         metrics: GatewayMetrics,
         queue_timeout_s: float,
+        traceparent: Callable[[], str] = str,
     ) -> None:
         self.gateway = gateway
         self.metrics = metrics
+        self.traceparent = traceparent
         self.queue_timeout_ms = int(queue_timeout_s * 1000)
         self._publisher = publisher
         self._roster = roster

@@ -10,15 +10,20 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
 from forebay_shared.logs import configure_logging
 from forebay_shared.settings import GatewaySettings
+from forebay_shared.tracing import opened
 
 from forebay_gateway.app import create_app
 from forebay_gateway.backend import Backend, connect
 from forebay_gateway.server import Protocol, Server
+
+if TYPE_CHECKING:
+    from forebay_shared.tracing.spans import Tracing
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
@@ -44,8 +49,11 @@ def run(settings: GatewaySettings) -> int:
         print(f"forebay gateway: cannot listen on {where}: {reason}", file=sys.stderr)
         return 1
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, listener))
+        with (
+            opened(settings.otlp_traces_endpoint, "forebay-gateway") as tracing,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            return runner.run(_serve(settings, listener, tracing))
     except KeyboardInterrupt:  # before it served
         return 130
 
@@ -60,10 +68,14 @@ def _listen(settings: GatewaySettings) -> socket.socket:
     return socket.create_server(address, family=family, backlog=BACKLOG)
 
 
-async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
+async def _serve(
+    settings: GatewaySettings, listener: socket.socket, tracing: "Tracing | None"
+) -> int:
     async with connect(settings) as backend:
         server: Server | None = None
-        app = create_app(settings, backend, lambda: server is not None and server.draining)
+        app = create_app(
+            settings, backend, lambda: server is not None and server.draining, tracing=tracing
+        )
         server = Server(server_config(app, settings))
         gc.collect()
         gc.freeze()

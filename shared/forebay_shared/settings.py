@@ -83,6 +83,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         str, Meta(description="form of the model's thinking, or none; auto: by its chat template")
     ] = "auto"
+    otlp_traces_endpoint: Annotated[
+        str, Meta(description="send traces to this OpenTelemetry collector, as http://host:4318")
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "info"
@@ -149,6 +152,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[
         float, Meta(ge=0, description="after SIGTERM, seconds for running sequences to finish")
     ] = 30.0
+    otlp_traces_endpoint: Annotated[
+        str, Meta(description="send traces to this OpenTelemetry collector, as http://host:4318")
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least level that is logged")
     ] = "info"

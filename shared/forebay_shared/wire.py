@@ -76,6 +76,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_o
     """Lower runs earlier."""
     queue_timeout_ms: int = 0
     """Longest wait for a first step, from intake on; 0: no limit. Relative: clocks may differ."""
+    traceparent: str = ""
+    """Where the worker's spans belong, as W3C says it; empty: no trace is kept."""
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode", omit_defaults=True, kw_only=True):

@@ -7,6 +7,7 @@ left to the command line, which prints its one line.
 import asyncio
 import logging
 import signal
+from typing import TYPE_CHECKING
 
 import uvloop
 from forebay_shared import keys
@@ -16,12 +17,16 @@ from forebay_shared.reader import Reader
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.supervise import Supervisor, shielded
 from forebay_shared.telemetry import EngineMetrics
+from forebay_shared.tracing import opened
 from prometheus_client import CollectorRegistry
 
 from forebay_worker.beacon import Presence
 from forebay_worker.engines.base import Engine
 from forebay_worker.engines.registry import build
 from forebay_worker.service import Service
+
+if TYPE_CHECKING:
+    from forebay_shared.tracing.spans import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +39,11 @@ def run(settings: WorkerSettings) -> int:
     configure_logging(settings.log_level, "worker")
     engine = build(settings)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings, engine))
+        with (
+            opened(settings.otlp_traces_endpoint, "forebay-worker") as tracing,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            runner.run(serve(settings, engine, tracing=tracing))
     except Exception:
         log.exception("the worker failed")
         return 1
@@ -43,7 +51,11 @@ def run(settings: WorkerSettings) -> int:
 
 
 async def serve(
-    settings: WorkerSettings, engine: Engine, *, stop: asyncio.Event | None = None
+    settings: WorkerSettings,
+    engine: Engine,
+    *,
+    stop: asyncio.Event | None = None,
+    tracing: "Tracing | None" = None,
 ) -> None:
     """Serves until SIGTERM, SIGINT or `stop`, then drains. Raises what a failed task raised."""
     stop = stop or _stop_on_signals()
@@ -61,7 +73,7 @@ async def serve(
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
     publisher = Publisher(settings.redis_url)
-    service = Service(worker, engine, publisher)
+    service = Service(worker, engine, publisher, tracing)
     presence = Presence(worker, engine, publisher, metrics)
     reader = Reader(settings.redis_url, [service.feed()])
     async with Supervisor("worker") as tasks:

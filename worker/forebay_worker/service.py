@@ -10,6 +10,7 @@ import logging
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
@@ -33,6 +34,9 @@ from forebay_shared.wire import (
 
 from forebay_worker.engines.base import Encoder, Engine
 
+if TYPE_CHECKING:
+    from forebay_shared.tracing.spans import Tracing
+
 log = logging.getLogger(__name__)
 
 REMEMBERED = 65_536
@@ -53,7 +57,13 @@ RequestKey = tuple[str, int]
 class Service:
     """One worker incarnation's requests."""
 
-    def __init__(self, worker: str, engine: Engine, publisher: Publisher) -> None:
+    def __init__(
+        self,
+        worker: str,
+        engine: Engine,
+        publisher: Publisher,
+        tracing: "Tracing | None" = None,
+    ) -> None:
         self._worker = worker
         self._engine = engine
         self._publisher = publisher
@@ -66,6 +76,9 @@ class Service:
         self._emitted: deque[Sequence[tuple[str, Reply]]] = deque()
         self._collecting = False
         self._accepted: list[tuple[str, Accepted]] = []
+        self._tracing = tracing
+        self._traces: dict[RequestKey, str] = {}
+        """Where the spans of open requests belong; only of those that are traced."""
         self._accepting: asyncio.TimerHandle | None = None
 
     def feed(self) -> Feed[Work]:
@@ -142,6 +155,8 @@ class Service:
             self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
         self._accepted.append((work.gateway, Accepted(*key)))
         if isinstance(work, Submit):
+            if self._tracing is not None and work.traceparent:
+                self._traces[key] = work.traceparent
             self._engine.submit(work)
         elif isinstance(self._engine, Encoder):
             self._engine.encode(work)
@@ -173,10 +188,19 @@ class Service:
         requests = self._open[gateway]
         key = (reply.request_id, reply.attempt)
         left = requests.get(key, 0) - 1
+        if self._traces:
+            self._trace(key, reply, last=left <= 0)
         if left > 0 and isinstance(reply, Done):
             requests[key] = left
         else:
             requests.pop(key, None)
+
+    def _trace(self, key: RequestKey, reply: Done | Failed | Embedded, *, last: bool) -> None:
+        ended = isinstance(reply, Done)
+        traceparent = self._traces.get(key, "") if ended and not last else self._traces.pop(key, "")
+        if ended and traceparent and self._tracing is not None:
+            model = self._engine.card.name
+            self._tracing.sequence(traceparent, model, reply.usage, reply.finish_reason)
 
     def _lane(self, gateway: str) -> Lane[Reply]:
         lane = self._lanes.get(gateway)
@@ -201,6 +225,8 @@ class Service:
     def _overflowed(self, gateway: str) -> None:
         """Too much waits for a gateway: its requests end here, and it is told so when it can be."""
         requests = self._open.pop(gateway, {})
+        for key in requests:
+            self._traces.pop(key, None)
         log.warning("aborted %d requests whose replies cannot be sent", len(requests))
         self._engine.cancel_gateway(gateway)
         message = "The worker could not send its answer."
@@ -226,6 +252,7 @@ class Service:
 
     def _forget(self, gateway: str) -> None:
         self._gone_since.pop(gateway, None)
-        self._open.pop(gateway, None)
+        for key in self._open.pop(gateway, ()):
+            self._traces.pop(key, None)
         if (lane := self._lanes.pop(gateway, None)) is not None:
             lane.close()

@@ -8,6 +8,7 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from forebay_shared.errors import OverloadedError
 from forebay_shared.telemetry import GatewayMetrics
@@ -21,6 +22,9 @@ from forebay_gateway.api.respond import Answer, error_answer
 from forebay_gateway.auth import METRICS_PATH, OPEN_PATHS, Keyring
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.networks import Proxies
+
+if TYPE_CHECKING:
+    from forebay_shared.tracing.spans import Call, Tracing
 
 _CALLER = "forebay_caller"
 _HEADERS = "forebay_headers"
@@ -78,6 +82,7 @@ class Edge:
         telemetry: GatewayMetrics,
         allowed_origins: Sequence[str],
         trusted_proxies: Sequence[str] = (),
+        tracing: "Tracing | None" = None,
     ) -> None:
         self._app = app
         self._keyring = keyring
@@ -85,6 +90,7 @@ class Edge:
         self._telemetry = telemetry
         self._origins = frozenset(origin.encode() for origin in allowed_origins)
         self._proxies = Proxies(trusted_proxies)
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,6 +111,7 @@ class Edge:
         scope["state"][_HEADERS] = headers
         telemetry = self._telemetry
         telemetry.open_requests.inc()
+        call = self._call(scope, headers) if self._tracing and path not in _UNBOUNDED else None
         try:
             await self._admitted(scope, receive, send_out, path, headers)
         except asyncio.CancelledError:
@@ -121,6 +128,16 @@ class Edge:
         finally:
             telemetry.open_requests.dec()
             telemetry.http_request(_route(path), status, time.perf_counter() - started)
+            if call is not None:
+                call.end(status)
+
+    def _call(self, scope: HTTPScope, headers: Mapping[bytes, bytes]) -> "Call":
+        """The span of this call. Its name is one of a few: a path may be anything."""
+        assert self._tracing is not None
+        route, method = _route(scope["path"]), scope["method"]
+        traceparent = headers.get(b"traceparent", b"").decode("latin-1")
+        facts = {"http.request.method": method, "http.route": route}
+        return self._tracing.call(f"{method} {route}", traceparent, facts)
 
     async def _admitted(
         self,
