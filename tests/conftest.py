@@ -6,9 +6,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from redis_house import RedisServer, WaitUntil, redis_running
+from serve_house import starting
+
+if TYPE_CHECKING:
+    from tiny_house import Tiny
 
 if shutil.which("nvidia-smi") is None:
     # Triton reads it when it is first imported, which another test's imports may do.
@@ -25,6 +30,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def session_redis() -> Iterator[RedisServer]:
     with redis_running() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Tiny"]:
+    """One server on a small random model for all tests that want the whole product."""
+    from tiny_house import MAX_LEN, MODEL, Tiny, make_directory
+
+    home = make_directory(tmp_path_factory.mktemp("tiny"))
+    with starting() as start:
+        server = start(str(home), "--served-model-name", MODEL, "--max-model-len", str(MAX_LEN))
+        tiny = Tiny(server.wait_ready(240), home)
+        with tiny.http:
+            yield tiny
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TypeVar
 
 import msgspec
-from forebay_shared.errors import ContextLengthError, InvalidRequestError
+from forebay_shared.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from forebay_shared.models import ModelCard
 from forebay_shared.template import ChatTemplate, Json
 from tokenizers import Tokenizer
@@ -36,8 +37,29 @@ MAX_RENDERERS = 8
 # token's text in two so that neither half is it.
 _CONTINUE = "\ufdd0"
 _CUT = "\ufdd1"
+_MARGIN = 64
+"""Tokens that a text is kept beyond what a truncation leaves of it."""
+_DOCUMENTS = re.compile(r"\bdocuments\b")
 _SHORT_IDS = re.compile(r"length\s*(!=|==|<|>)\s*9\b")
 """A template that insists on ids of nine letters, as Mistral's do."""
+
+
+class Truncation(msgspec.Struct, frozen=True):
+    """Of a prompt of more than `most` tokens only so many are kept: its end, or its beginning."""
+
+    most: int
+    keeps_end: bool = True
+
+    def cut(self, token_ids: list[int], reserved: int) -> list[int]:
+        """What is kept beside so many tokens of the tokenizer's own."""
+        most = max(0, self.most - reserved)
+        return token_ids[max(0, len(token_ids) - most) :] if self.keeps_end else token_ids[:most]
+
+    def shorten(self, text: str, longest: int) -> str:
+        """Without what is far from the part that is kept; a token has at most `longest` characters,
+        and where a text is cut off changes none of the tokens that are far from there."""
+        chars = (self.most + _MARGIN) * longest
+        return text[-chars:] if self.keeps_end else text[:chars]
 
 
 class TemplateOptions(msgspec.Struct, frozen=True):
@@ -48,6 +70,11 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     kwargs: dict[str, Json] = {}
     tools: list[Json] = []
     """Functions as templates read them."""
+    documents: list[Json] = []
+    """Texts to answer from, as templates read them."""
+    add_special_tokens: bool = False
+    """Whether the tokenizer's own tokens come too; most templates write them themselves."""
+    truncation: Truncation | None = None
 
 
 class Renderer:
@@ -76,6 +103,7 @@ class Renderer:
         Raises:
             InvalidRequestError: the model has no chat template, or it refuses these messages.
             ContextLengthError: the text is longer than any text that fits.
+            UnsupportedError: the template reads no documents.
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -88,6 +116,12 @@ class Renderer:
         kwargs = self._shield(options.kwargs)
         if tools:
             kwargs["tools"] = tools
+        if options.documents:
+            if not _DOCUMENTS.search(self.template):
+                raise UnsupportedError(
+                    "This model's chat template does not read documents.", param="documents"
+                )
+            kwargs["documents"] = [self._cut(each) for each in options.documents]
         text = self._render(self._template, given, options.add_generation_prompt, kwargs)
         if options.continue_final_message:
             text, found, _ = text.rpartition(_CONTINUE)
@@ -95,8 +129,9 @@ class Renderer:
                 raise InvalidRequestError(
                     "The model's chat template cannot continue this message.", param="messages"
                 )
-        self._check_length(text, "messages")
-        return self._encode_cut(text) if _CUT in text else self._encode(text)
+        text = self._fitting(text, options.truncation, "messages")
+        ids = self._encode_cut(text) if _CUT in text else self._encode(text)
+        return self._completed(ids, options.truncation, special=options.add_special_tokens)
 
     def _with_tools(
         self, messages: list[Message], tools: list[Json]
@@ -131,21 +166,65 @@ class Renderer:
                 kwargs=kwargs,
             )
 
-    def text(self, prompt: str) -> list[int]:
+    def text(
+        self,
+        prompt: str,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> list[int]:
         """The ids of a raw prompt, special tokens included, with at most one BOS token."""
-        self._check_length(prompt, "prompt")
-        ids = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=True)[0].ids
-        return ids[1:] if self._bos is not None and ids[:2] == [self._bos, self._bos] else ids
+        prompt = self._fitting(prompt, truncation, "prompt")
+        return self._completed(self._encode(prompt), truncation, special=add_special_tokens)
+
+    def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The ids of each word as it begins a text and as it follows a space."""
+        spelled = [spaced for word in words for spaced in (word.lstrip(), f" {word.lstrip()}")]
+        ids = (tuple(self._encode_inner(each)) for each in spelled)
+        return tuple(dict.fromkeys(each for each in ids if each))
+
+    def own_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokenizer's own tokens a prompt begins with."""
+        before, _ = self._own_tokens
+        return len(before) if list(token_ids[: len(before)]) == before else 0
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The part of the whole text that each of these ids gives, special tokens included."""
+        detokeniser = self.vocabulary.detokeniser(skip_special=False)
+        pieces = [detokeniser.push((token_id,)) for token_id in token_ids]
+        if pieces:
+            pieces[-1] += detokeniser.flush()
+        return pieces
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text of these ids, special tokens included."""
         detokeniser = self.vocabulary.detokeniser(skip_special=False)
         return detokeniser.push(token_ids) + detokeniser.flush()
 
-    def _encode(self, text: str) -> list[int]:
+    def _completed(
+        self, ids: list[int], truncation: Truncation | None, *, special: bool
+    ) -> list[int]:
+        """The ids of a prompt, cut, and with the tokenizer's own tokens; never with two of BOS."""
+        before, after = self._own_tokens if special else ([], [])
+        if truncation is not None:
+            ids = truncation.cut(ids, len(before) + len(after))
+        if before and self._bos is not None and ids[:1] == before[-1:] == [self._bos]:
+            before = before[:-1]
+        return [*before, *ids, *after] if before or after else ids
+
+    @cached_property
+    def _own_tokens(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and behind a text by itself."""
+        bare, whole = self._encode("a"), self._encode("a", True)
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return whole[:at], whole[at + len(bare) :]
+        return [], []
+
+    def _encode(self, text: str, special: bool = False) -> list[int]:
         # Of the encode methods only the batch ones release the GIL for all of their work: another
         # thread waits 17 ms at most beside 1 MB, against 165 ms with `encode`.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def _encode_cut(self, text: str) -> list[int]:
         first, *rest = text.split(_CUT)
@@ -175,11 +254,15 @@ class Renderer:
             return [self._cut(item) for item in value]
         return value
 
-    def _check_length(self, text: str, param: str) -> None:
-        """Refuses before tokenising what cannot fit, whatever its tokens are."""
+    def _fitting(self, text: str, truncation: Truncation | None, param: str) -> str:
+        """The text, or what of it may be kept. Refuses before tokenising what cannot fit, whatever
+        its tokens are."""
+        if truncation is not None:
+            return truncation.shorten(text, self.vocabulary.longest)
         least = -(-len(text) // self.vocabulary.longest)
         if least >= self._max_model_len:
             raise context_length_error(f"at least {least}", self._max_model_len, param)
+        return text
 
 
 def _cut_in_two(match: re.Match[str]) -> str:

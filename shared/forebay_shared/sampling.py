@@ -15,6 +15,9 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 256
+"""Each is looked for after every token; so many take 0.1 ms."""
+MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_BYTES = 128 * 1024
 # Below this the softmax of float32 logits over / temperature overflows; such a request is greedy.
 GREEDY_TEMPERATURE = 1e-4
@@ -107,6 +110,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
                 "allowed_token_ids must not be empty.", param="allowed_token_ids"
+            )
+        if len(self.bad_words) > MAX_BAD_WORDS or any(
+            not 0 < len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words
+        ):
+            raise InvalidRequestError(
+                f"bad_words may hold at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_TOKENS}"
+                " tokens.",
+                param="bad_words",
             )
         if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
             raise InvalidRequestError("logit_bias must hold finite numbers.", param="logit_bias")

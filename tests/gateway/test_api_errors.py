@@ -64,13 +64,16 @@ BOUNDS = {
     "priority": {0, -1},
     "best_of": set(),
     "stop_token_ids": set(),
+    "allowed_token_ids": set(),
+    "truncate_prompt_tokens": {-1},
+    "prompt_logprobs": set(),
     "logit_bias": set(),
     "stream": {True},
     "ignore_eos": {True},
     "logprobs": {True},
     "messages": set(),
 }
-ALLOWED_OTHERS = {"stop_token_ids": [[], [1]], "logit_bias": [{}]}
+ALLOWED_OTHERS = {"stop_token_ids": [[], [1]], "allowed_token_ids": [[1]], "logit_bias": [{}]}
 
 
 @pytest.mark.parametrize("field", BOUNDS)
@@ -93,18 +96,10 @@ UNSUPPORTED = {
     "function_call": {"name": "f"},
     "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "a"},
-    "guided_json": {},
-    "guided_regex": "a",
     "chat_template": "x",
-    "audio": {},
     "modalities": ["text", "audio"],
-    "web_search_options": {},
     "prompt_logprobs": 1,
     "best_of": 2,
-    "use_beam_search": True,
-    "prompt_embeds": "AAAA",
-    "bad_words": ["x"],
-    "truncate_prompt_tokens": 1,
 }
 
 
@@ -137,6 +132,16 @@ def test_a_field_that_would_change_the_answer_is_never_ignored(api: Api, field: 
         ({"seed": 2**64}, "seed"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"bad_words": ["x" * 257]}, "bad_words"),
+        ({"allowed_token_ids": [10**7]}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "truncation_side"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"documents": ["x"]}, "documents"),
+        ({"include_reasoning": False, "logprobs": True}, "include_reasoning"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": "a\0b"}, "cache_salt"),
         ({"cache_salt": "x" * 200}, "cache_salt"),
@@ -262,6 +267,8 @@ RAW = [
     b'{"model":"scripted","user":"\\ud800","messages":[{"role":"user","content":"x"}]}',
     b'{"model":"scripted","messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
     b'{"model":"scripted","messages":[{"role":"user","content":"x"}],"temperature":1e999}',
+    b'{"model":"scripted","messages":[{"role":"user","content":"x"}],"unknown":"\xff"}',
+    b'{"model":"scripted","messages":[{"role":"user","content":"x"}],"\xc3\x28":1}',
 ]
 
 

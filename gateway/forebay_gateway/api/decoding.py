@@ -20,6 +20,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     if body.startswith(_BYTE_ORDER_MARK):
         body = body[len(_BYTE_ORDER_MARK) :]
     try:
+        if not body.isascii():
+            body.decode()  # the decoder passes over what it does not know, whatever bytes it holds
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise translate(str(error)) from None

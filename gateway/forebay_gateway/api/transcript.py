@@ -32,7 +32,9 @@ class Update(msgspec.Struct, gc=False):
     """What one choice got, the tokens behind it, and the reason when it is at its end.
 
     It got `text`, or `parts` where an answer may hold more than text. `stop` is the stop string
-    that ended it, when one did.
+    that ended it, when one did, and `stop_token` the id that did, which is not among `token_ids`.
+    When log-probabilities of the prompt were asked for, the choice's first update has all of them,
+    from the prompt's second token on.
     """
 
     index: int
@@ -42,6 +44,8 @@ class Update(msgspec.Struct, gc=False):
     logprobs: Sequence[TokenLogprobs] = ()
     reason: FinishReason | None = None
     stop: str | None = None
+    stop_token: int | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
 class Usage(msgspec.Struct, gc=False):
@@ -65,11 +69,39 @@ class _Choice:
         self.completion_tokens = 0
 
 
+class _Scores:
+    """The log-probabilities of one job's prompt. Other sequences than the one that computes them
+    may be ahead of it, so what they say waits until all is there."""
+
+    def __init__(self, wanted: int, choices: range) -> None:
+        self.entries: list[TokenLogprobs] = []
+        self._wanted = wanted
+        self._choices = choices
+        self._waiting: list[Update] = []
+
+    @classmethod
+    def of(cls, job: Job, first: int) -> "_Scores | None":
+        """None when the job asks for none; `first` is the index of its first choice."""
+        if job.sampling.prompt_logprobs is None:
+            return None
+        return cls(len(job.prompt) - 1, range(first, first + job.n))
+
+    def first(self, updates: list[Update]) -> list[Update]:
+        """The updates that may go out, behind those of the prompt."""
+        if not self._choices:
+            return updates
+        self._waiting += updates
+        if len(self.entries) < self._wanted:
+            return []
+        of_prompt = [Update(index, "", prompt_logprobs=self.entries) for index in self._choices]
+        self._choices = range(0)
+        return of_prompt + self._waiting
+
+
 class Transcript:
     """A request in work. Use it as an async context manager; leaving it cancels what still runs.
 
-    `done` is true when every choice has its finish reason. `prompt_logprobs` grows with what comes
-    of each job's prompt, from its second token on.
+    `done` is true when every choice has its finish reason.
     """
 
     def __init__(
@@ -88,7 +120,7 @@ class Transcript:
         self._generations = [dispatcher.generate(job) for job in jobs]
         self._choices = [_Choice(new_output()) for _ in range(self._n * len(jobs))]
         self._cached = [0] * len(jobs)
-        self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in jobs]
+        self._scores = [_Scores.of(job, number * self._n) for number, job in enumerate(jobs)]
         self._open = len(self._choices)
         self._news: asyncio.Queue[_News] = asyncio.Queue(_NEWS_LIMIT)
         self._pumps: list[asyncio.Task[None]] = []
@@ -175,7 +207,7 @@ class Transcript:
     def _updates(self, number: int, events: list[Event]) -> list[Update]:
         if not events and self._is_open(number):
             raise EngineError("The engine ended the request before its answer was complete.")
-        generation = self._generations[number]
+        generation, scores = self._generations[number], self._scores[number]
         updates: list[Update] = []
         for event in events:
             if isinstance(event, Started):
@@ -183,7 +215,8 @@ class Transcript:
                     self._cached[number] = event.cached_tokens
                 continue
             if isinstance(event, PromptLogprobs):
-                self.prompt_logprobs[number] += event.entries
+                if scores is not None:
+                    scores.entries += event.entries
                 continue
             index = number * self._n + event.index
             choice = self._choices[index]
@@ -197,7 +230,7 @@ class Transcript:
                 )
             else:
                 updates.append(self._end(index, choice, event))
-        return updates
+        return updates if scores is None else scores.first(updates)
 
     def _delta(self, index: int, choice: _Choice, event: Delta, generation: Running) -> Update:
         output = choice.output
@@ -222,6 +255,7 @@ class Transcript:
             last.append(event.stop_token)
         update = _heard(index, output.push(last), output.finish())
         choice.completion_tokens = max(event.usage.completion_tokens, output.tokens)
+        update.stop_token = event.stop_token
         self._close(choice, update, "stop" if output.stopped else event.finish_reason)
         return update
 

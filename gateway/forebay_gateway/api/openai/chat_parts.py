@@ -50,9 +50,9 @@ def delta(part: Part) -> bytes:
             return b""
 
 
-def message(answer: Collected) -> bytes:
+def message(answer: Collected, *, hides_reasoning: bool = False) -> bytes:
     """A whole answer. Its content is null when it is empty and there are calls."""
-    text, reasoning = answer.text, answer.reasoning
+    text, reasoning = answer.text, "" if hides_reasoning else answer.reasoning
     calls = [_Call(call.id, _Function(call.name, call.arguments)) for call in answer.calls]
     content = None if calls and not text else text
     members = [b'"role":"assistant","content":%b,"refusal":null' % _encode(content)]

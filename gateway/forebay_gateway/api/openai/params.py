@@ -14,6 +14,7 @@ from forebay_shared.models import (
     CAP_LOGIT_BIAS,
     CAP_LOGPROBS,
     CAP_PENALTIES,
+    CAP_PROMPT_LOGPROBS,
     ModelCard,
 )
 from forebay_shared.sampling import SamplingParams
@@ -25,9 +26,12 @@ from forebay_gateway.api.openai.schema import (
 )
 from forebay_gateway.api.openai.structured import grammar_of
 from forebay_gateway.output import OutputOptions
+from forebay_gateway.prompt import Truncation
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 
 _SALT = re.compile(r"[\x21-\x7e]{1,128}")
@@ -56,6 +60,52 @@ def output_options(request: GenerationRequest) -> OutputOptions:
     )
 
 
+def bad_words(request: GenerationRequest, card: ModelCard) -> list[str]:
+    """The words that must not come, each with something in it."""
+    words = request.bad_words or []
+    if not words:
+        return words
+    need(card, CAP_LOGIT_BIAS, "bad_words")
+    if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD_CHARS for word in words):
+        raise InvalidRequestError(
+            f"bad_words may hold at most {MAX_BAD_WORDS} words of {MAX_BAD_WORD_CHARS} characters.",
+            param="bad_words",
+        )
+    if not all(word.strip() for word in words):
+        raise InvalidRequestError("bad_words must not hold empty words.", param="bad_words")
+    return words
+
+
+def truncation(request: GenerationRequest, card: ModelCard) -> Truncation | None:
+    """What of a longer prompt is kept; None for all of it.
+
+    -1 leaves room for one token of output, as in vLLM.
+    """
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return None
+    if most == 0 or most > card.max_model_len:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be -1 or between 1 and {card.max_model_len}.",
+            param="truncate_prompt_tokens",
+        )
+    if most < 0:
+        most = card.max_model_len - 1
+    return Truncation(most, keeps_end=request.truncation_side != "right")
+
+
+def prompt_logprobs(request: GenerationRequest, card: ModelCard) -> int | None:
+    """Alternatives per prompt token, or None when nothing is asked of the prompt."""
+    if request.prompt_logprobs is None:
+        return None
+    need(card, CAP_PROMPT_LOGPROBS, "prompt_logprobs")
+    if request.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs is not available when stream is true.", param="prompt_logprobs"
+        )
+    return request.prompt_logprobs
+
+
 def cache_salt(request: GenerationRequest) -> str:
     salt = request.cache_salt
     if salt is not None and not _SALT.fullmatch(salt):
@@ -79,9 +129,35 @@ def completion_logprobs(request: CompletionRequest, card: ModelCard) -> int | No
     if request.logprobs is None:
         return None
     need(card, CAP_LOGPROBS, "logprobs")
-    if request.echo:
-        raise UnsupportedError("logprobs together with echo is not supported.", param="logprobs")
+    if request.echo and CAP_PROMPT_LOGPROBS not in card.capabilities:
+        raise UnsupportedError(
+            "This model's engine does not support logprobs together with echo.", param="logprobs"
+        )
     return request.logprobs
+
+
+def completion_limit(request: CompletionRequest) -> int:
+    """The most tokens that a client wants; none at all only when it wants its prompt back."""
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequestError(
+            "max_tokens must be at least 1, or 0 with echo.", param="max_tokens"
+        )
+    return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+
+
+def candidates(request: CompletionRequest, card: ModelCard) -> int:
+    """How many sequences are generated per prompt, of which the best n are the answer."""
+    n = request.n or 1
+    if request.best_of is None or request.best_of == n:
+        return n
+    if request.best_of < n:
+        raise InvalidRequestError("best_of must not be below n.", param="best_of")
+    if request.stream:
+        raise InvalidRequestError(
+            "best_of above n is not available when stream is true.", param="best_of"
+        )
+    need(card, CAP_LOGPROBS, "best_of")
+    return request.best_of
 
 
 def chat_limit(request: ChatRequest) -> int | None:
@@ -96,6 +172,8 @@ def sampling_params(
     room: int,
     limit: int | None,
     logprobs: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """What every engine must honour. `room` is what the context leaves behind the prompt.
 
@@ -106,6 +184,8 @@ def sampling_params(
     for name, value in zip(_PENALTIES, penalties, strict=True):
         if value is not None and value != _PENALTIES[name]:
             need(card, CAP_PENALTIES, name)
+    if request.allowed_token_ids is not None:
+        need(card, CAP_LOGIT_BIAS, "allowed_token_ids")
     if request.logit_bias:
         need(card, CAP_LOGIT_BIAS, "logit_bias")
     grammar = grammar_of(request.response_format, request.structured_outputs)
@@ -115,7 +195,7 @@ def sampling_params(
         raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
     defaults = card.generation_defaults
     most = int(_pick(limit, defaults, "max_tokens", room))
-    max_tokens = max(1, min(most, room))
+    max_tokens = min(most, room) if limit == 0 else max(1, min(most, room))
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(request.min_tokens or 0, max_tokens),
@@ -133,9 +213,14 @@ def sampling_params(
             1.0,
         ),
         logit_bias=_logit_bias(request.logit_bias or {}),
+        allowed_token_ids=None
+        if request.allowed_token_ids is None
+        else tuple(dict.fromkeys(request.allowed_token_ids)),
+        bad_words=bad_words,
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )
     sampling.validate(card.vocab_size)

@@ -5,6 +5,7 @@ Litestar route and no Redis.
 """
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from forebay_shared.errors import InvalidRequestError
@@ -12,33 +13,36 @@ from forebay_shared.models import ModelCard
 from litestar.types import ASGIApp
 
 from forebay_gateway.api.openai import params
-from forebay_gateway.api.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from forebay_gateway.api.openai.chat_shape import ChatShape
+from forebay_gateway.api.openai.completion_shape import Best, CompletionShape
+from forebay_gateway.api.openai.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    EchoedPrompt,
+    PromptScores,
+)
 from forebay_gateway.api.openai.schema import (
+    ChatRequest,
     CompletionRequest,
     GenerationRequest,
     decode_chat,
     decode_completion,
 )
 from forebay_gateway.api.openai.shapes import (
-    ChatShape,
-    CompletionShape,
+    Extras,
     Identity,
+    LogprobsWriter,
+    TokenIds,
     UsageFields,
 )
-from forebay_gateway.api.openai.turns import Turns, find_generator, new_id, new_job, room
+from forebay_gateway.api.openai.turns import Turn, Turns, find_generator, new_id, new_job, room
 from forebay_gateway.interpret import Reading
-from forebay_gateway.prompt import Renderer
+from forebay_gateway.output import Vocabulary
+from forebay_gateway.prompt import Renderer, Truncation
 from forebay_gateway.teams.caller import Caller
 
 MAX_PROMPTS = 256
 MAX_CHOICES = 1024
-
-
-class _Prompt(NamedTuple):
-    """One prompt of a text completion: its ids and its text, which an echo repeats."""
-
-    token_ids: list[int]
-    text: str
 
 
 class OpenAIService:
@@ -58,10 +62,13 @@ class OpenAIService:
         )
         shape = ChatShape(
             _identity(turn.job.request_id, request),
-            usage_fields=_usage_fields(request),
-            logprobs=[]
-            if turn.logprobs is None
-            else [ChatLogprobs(turn.renderer.vocabulary, turn.logprobs) for _ in range(turn.job.n)],
+            _extras(
+                request,
+                turn.renderer.vocabulary,
+                [turn.job.prompt] * turn.job.n,
+                _chat_logprobs(request, turn),
+            ),
+            hides_reasoning=request.include_reasoning is False,
         )
         return self._turns.answer(request, [turn.job], turn.reading, shape)
 
@@ -70,9 +77,11 @@ class OpenAIService:
         size = len(body)
         request = await self._renderers.run(lambda: decode_completion(body), size)
         card = find_generator(self._backend.roster, request.model, caller)
-        logprobs = params.completion_logprobs(request, card)
+        plan = _plan(request, card)
         renderer = await self._renderers.get(card)
-        prompts = await self._prompts(request, card, renderer, size)
+        prompts, bad_words = await self._renderers.run(
+            lambda: (_encode_all(renderer, request, card, plan), renderer.words(plan.words)), size
+        )
         answer_id = new_id("cmpl-")
         jobs = [
             new_job(
@@ -84,28 +93,65 @@ class OpenAIService:
                     request,
                     card,
                     room=room(card, prompt.token_ids, "prompt"),
-                    limit=request.max_tokens or params.COMPLETION_MAX_TOKENS,
-                    logprobs=logprobs,
+                    limit=plan.limit,
+                    logprobs=plan.sampled_logprobs,
+                    bad_words=bad_words,
+                    prompt_logprobs=plan.prompt_logprobs,
                 ),
                 caller,
+                n=plan.candidates,
             )
             for number, prompt in enumerate(prompts)
         ]
-        choices = [prompt for prompt in prompts for _ in range(request.n or 1)]
+        choices = [prompt for prompt in prompts for _ in range(plan.candidates)]
         shape = CompletionShape(
             _identity(answer_id, request),
-            usage_fields=_usage_fields(request),
-            logprobs=[]
-            if logprobs is None
-            else [CompletionLogprobs(renderer.vocabulary, logprobs) for _ in choices],
-            echoes=[prompt.text for prompt in choices] if request.echo else (),
+            _extras(
+                request,
+                renderer.vocabulary,
+                [prompt.token_ids for prompt in choices],
+                _completion_logprobs(request, renderer.vocabulary, choices),
+            ),
+            echoes=["".join(prompt.pieces) for prompt in choices] if request.echo else (),
+            scored=plan.scores_echo,
+            best=Best(request.n or 1, plan.candidates, len(prompts)) if plan.is_contest else None,
         )
         return self._turns.answer(request, jobs, Reading(renderer.vocabulary), shape)
 
-    async def _prompts(
-        self, request: CompletionRequest, card: ModelCard, renderer: Renderer, size: int
-    ) -> list[_Prompt]:
-        return await self._renderers.run(lambda: _encode_all(renderer, request, card), size)
+
+class _Plan(NamedTuple):
+    """What a text completion asks for, as far as the model's card can say."""
+
+    limit: int
+    candidates: int
+    is_contest: bool
+    logprobs: int | None
+    scores_echo: bool
+    prompt_logprobs: int | None
+    words: list[str]
+    truncation: Truncation | None
+
+    @property
+    def sampled_logprobs(self) -> int | None:
+        """Alternatives per generated token; the best of several are told by their own alone."""
+        return 0 if self.logprobs is None and self.is_contest else self.logprobs
+
+
+def _plan(request: CompletionRequest, card: ModelCard) -> _Plan:
+    logprobs = params.completion_logprobs(request, card)
+    candidates = params.candidates(request, card)
+    scores_echo = bool(request.echo) and logprobs is not None
+    asked = [params.prompt_logprobs(request, card), logprobs if scores_echo else None]
+    return _Plan(
+        limit=params.completion_limit(request),
+        candidates=candidates,
+        is_contest=candidates > (request.n or 1),
+        logprobs=logprobs,
+        scores_echo=scores_echo,
+        prompt_logprobs=max((each for each in asked if each is not None), default=None),
+        words=params.bad_words(request, card),
+        truncation=params.truncation(request, card),
+    )
 
 
 def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -125,32 +171,90 @@ def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list
     return texts or lists
 
 
-def _encode_all(renderer: Renderer, request: CompletionRequest, card: ModelCard) -> list[_Prompt]:
+def _encode_all(
+    renderer: Renderer, request: CompletionRequest, card: ModelCard, plan: _Plan
+) -> list[EchoedPrompt]:
     """Every prompt of a request. Not on the event loop: a body can hold millions of ids."""
     prompts = _split_prompts(request.prompt)
-    if len(prompts) > MAX_PROMPTS or len(prompts) * (request.n or 1) > MAX_CHOICES:
+    if len(prompts) > MAX_PROMPTS or len(prompts) * plan.candidates > MAX_CHOICES:
         raise InvalidRequestError(
             f"A request may hold at most {MAX_PROMPTS} prompts and {MAX_CHOICES} choices.",
             param="prompt",
         )
-    return [_encode(renderer, prompt, card, echo=bool(request.echo)) for prompt in prompts]
+    return [_encode(renderer, prompt, card, request, plan) for prompt in prompts]
 
 
-def _encode(renderer: Renderer, prompt: str | list[int], card: ModelCard, *, echo: bool) -> _Prompt:
+def _encode(
+    renderer: Renderer,
+    prompt: str | list[int],
+    card: ModelCard,
+    request: CompletionRequest,
+    plan: _Plan,
+) -> EchoedPrompt:
+    """The prompt's ids, and its text when that is echoed: cut into tokens when they are scored."""
     if not prompt:
         raise InvalidRequestError("prompt must not be empty.", param="prompt")
+    own = 0
     if isinstance(prompt, str):
-        return _Prompt(renderer.text(prompt), prompt)
-    room(card, prompt, "prompt")
-    if not all(0 <= token_id < card.vocab_size for token_id in prompt):
+        special = request.add_special_tokens is not False
+        ids = renderer.text(prompt, add_special_tokens=special, truncation=plan.truncation)
+        own = renderer.own_tokens(ids) if special else 0
+    else:
+        ids = prompt if plan.truncation is None else plan.truncation.cut(prompt, 0)
+    room(card, ids, "prompt")
+    if not isinstance(prompt, str) and not all(0 <= each < card.vocab_size for each in ids):
         raise InvalidRequestError(
             f"prompt must hold token ids between 0 and {card.vocab_size - 1}.", param="prompt"
         )
-    return _Prompt(prompt, renderer.decode(prompt) if echo else "")
+    if not request.echo:
+        return EchoedPrompt(ids, ())
+    if isinstance(prompt, str) and plan.truncation is None and not plan.scores_echo:
+        return EchoedPrompt(ids, (prompt,))
+    return EchoedPrompt(ids, [*[""] * own, *renderer.pieces(ids[own:])])
 
 
 def _identity(answer_id: str, request: GenerationRequest) -> Identity:
     return Identity(id=answer_id, created=int(time.time()), model=request.model)
+
+
+def _extras(
+    request: GenerationRequest,
+    vocabulary: Vocabulary,
+    prompts: Sequence[list[int]],
+    logprobs: Sequence[LogprobsWriter],
+) -> Extras:
+    """What the request wants to know beside the text; `prompts` has one for each choice."""
+    top = request.prompt_logprobs
+    return Extras(
+        usage_fields=_usage_fields(request),
+        logprobs=logprobs,
+        prompt_scores=None if top is None else PromptScores(vocabulary, prompts, top),
+        token_ids=TokenIds(prompts) if request.return_token_ids else None,
+    )
+
+
+def _chat_logprobs(request: ChatRequest, turn: Turn) -> list[ChatLogprobs]:
+    """One writer for each choice, when they are asked for."""
+    top = turn.logprobs
+    if top is None:
+        return []
+    as_ids = bool(request.return_tokens_as_token_ids)
+    vocabulary = turn.renderer.vocabulary
+    return [ChatLogprobs(vocabulary, top, as_ids=as_ids) for _ in range(turn.job.n)]
+
+
+def _completion_logprobs(
+    request: CompletionRequest, vocabulary: Vocabulary, choices: Sequence[EchoedPrompt]
+) -> list[CompletionLogprobs]:
+    """One writer for each choice, when they are asked for."""
+    top = request.logprobs
+    if top is None:
+        return []
+    as_ids = bool(request.return_tokens_as_token_ids)
+    return [
+        CompletionLogprobs(vocabulary, top, as_ids=as_ids, echoed=choice if request.echo else None)
+        for choice in choices
+    ]
 
 
 def _usage_fields(request: GenerationRequest) -> UsageFields:

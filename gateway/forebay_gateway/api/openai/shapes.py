@@ -1,4 +1,4 @@
-"""The JSON of the OpenAI dialect's answers, whole and in chunks.
+"""What the JSON of all generated answers in the OpenAI dialect has in common, whole and in chunks.
 
 A chunk is a constant head, the new text and a constant tail; only the text is encoded per event.
 It knows no bus, no tokenizer and no HTTP.
@@ -13,7 +13,6 @@ import msgspec
 from forebay_shared.errors import ForebayError
 
 from forebay_gateway.api import sse
-from forebay_gateway.api.openai import chat_parts
 from forebay_gateway.api.transcript import FinishReason, Update, Usage
 from forebay_gateway.parts import Collected
 
@@ -40,7 +39,7 @@ class LogprobsWriter(Protocol):
     """The log-probabilities of one choice, in a dialect's form."""
 
     def chunk(self, update: Update) -> bytes:
-        """JSON for the tokens of this update."""
+        """JSON for the tokens of this update that are complete; null without any."""
         ...
 
     def collect(self, update: Update) -> None:
@@ -52,29 +51,75 @@ class LogprobsWriter(Protocol):
         ...
 
 
-class Shape(ABC):
-    """What chat and text completions have in common: an `answers.Writer` of one answer.
+class TokenIds:
+    """The ids behind the choices of an answer, under vLLM's names, for whoever asks for them."""
 
-    `echoes` holds the text that goes in front of each choice: its prompt, when that was asked for.
-    """
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        """`prompts` has one for each choice."""
+        self._prompts = prompts
+        self._outputs: list[list[int]] = [[] for _ in prompts]
+
+    def prompt(self, index: int) -> bytes:
+        """A member: the prompt's ids."""
+        return b',"prompt_token_ids":%b' % _encode(self._prompts[index])
+
+    def chunk(self, update: Update) -> bytes:
+        """A member of a chunk's choice: what came, without what ended it."""
+        return b',"token_ids":%b' % _encode(update.token_ids)
+
+    def end(self, update: Update) -> bytes:
+        """A member of the last chunk's choice: what ended it."""
+        ids = [] if update.stop_token is None else [update.stop_token]
+        return b',"token_ids":%b' % _encode(ids)
+
+    def collect(self, update: Update) -> None:
+        output = self._outputs[update.index]
+        output += update.token_ids
+        if update.stop_token is not None:
+            output.append(update.stop_token)
+
+    def whole(self, index: int) -> bytes:
+        """A member of a choice: all that came, with what ended it."""
+        return b',"token_ids":%b' % _encode(self._outputs[index])
+
+
+class PromptWriter(Protocol):
+    """The log-probabilities of the prompts themselves."""
+
+    def collect(self, update: Update) -> None:
+        """Keeps what an update says of its choice's prompt."""
+        ...
+
+    def whole(self, index: int) -> bytes:
+        """A member: those of one choice's prompt."""
+        ...
+
+
+class Extras(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer holds beside its text, as the request asked."""
+
+    usage_fields: UsageFields = UsageFields.NEVER
+    logprobs: Sequence[LogprobsWriter] = ()
+    """One writer for each choice, or none."""
+    prompt_scores: PromptWriter | None = None
+    token_ids: TokenIds | None = None
+
+
+class Shape(ABC):
+    """What chat and text completions have in common: an `answers.Writer` of one answer."""
 
     chunk_object: ClassVar[str]
     whole_object: ClassVar[str]
 
-    def __init__(
-        self,
-        identity: Identity,
-        *,
-        usage_fields: UsageFields = UsageFields.NEVER,
-        logprobs: Sequence[LogprobsWriter] = (),
-        echoes: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, identity: Identity, extras: Extras) -> None:
         self._identity = identity
-        self._logprobs = logprobs
-        self._echoes = echoes
-        self._usage_fields = usage_fields
+        self._logprobs = extras.logprobs
+        self._prompt_scores = extras.prompt_scores
+        self._token_ids = extras.token_ids
+        self._usage_fields = extras.usage_fields
         self._head = b"data: " + self._opening(self.chunk_object) + b',"choices":['
-        self._tail = b"]}\n\n" if usage_fields is UsageFields.NEVER else b'],"usage":null}\n\n'
+        plain = extras.usage_fields is UsageFields.NEVER
+        self._no_usage = b"" if plain else b',"usage":null'
 
     def _opening(self, object_: str) -> bytes:
         identity = self._identity
@@ -116,33 +161,50 @@ class Shape(ABC):
     def events(self, update: Update, usage: Usage | None) -> bytes:
         """The events of one update: what came, then its end; each with `usage` when it is given.
 
-        The first one has the log-probabilities of all of the update's tokens.
+        The first one has the log-probabilities, and the ids, of all of the update's tokens.
         """
         events = b""
         deltas = self._deltas(update)
-        logprobs = b"null"
-        if self._logprobs and update.token_ids:
+        logprobs, extra = b"null", b""
+        if self._logprobs:
             logprobs = self._logprobs[update.index].chunk(update)
-            deltas = deltas or [self._delta("")]
+        if self._token_ids is not None and update.token_ids:
+            extra = self._token_ids.chunk(update)
+        if not deltas and (extra or logprobs != b"null"):
+            deltas = [self._delta("")]
         for delta in deltas:
-            events += self._event(update.index, delta, logprobs, b"null", usage)
-            logprobs = b"null"
+            events += self._event(update.index, delta, logprobs, b"null", usage, extra)
+            logprobs, extra = b"null", b""
         if update.reason is not None:
-            reason = b'"%b"' % update.reason.encode()
-            events += self._event(update.index, self._empty(), b"null", reason, usage)
+            reason = b'"%b"' % self._reason(update.reason)
+            extra = b"" if self._token_ids is None else self._token_ids.end(update)
+            events += self._event(update.index, self._empty(), b"null", reason, usage, extra)
         return events
 
+    def _reason(self, reason: FinishReason) -> bytes:
+        return reason.encode()
+
     def _event(
-        self, index: int, delta: bytes, logprobs: bytes, reason: bytes, usage: Usage | None
+        self,
+        index: int,
+        delta: bytes,
+        logprobs: bytes,
+        reason: bytes,
+        usage: Usage | None,
+        extra: bytes = b"",
+        top: bytes = b"",
     ) -> bytes:
-        tail = self._tail if usage is None else b'],"usage":%b}\n\n' % _usage(usage)
-        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
+        """`extra` are further members of the choice, `top` of the chunk."""
+        tail = self._no_usage if usage is None else b',"usage":%b' % _usage(usage)
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}]%b%b}\n\n' % (
             self._head,
             index,
             delta,
             logprobs,
             reason,
+            extra,
             tail,
+            top,
         )
 
     def closing(self, usage: Usage) -> bytes:
@@ -158,69 +220,43 @@ class Shape(ABC):
     ) -> bytes:
         """The answer of a request that is not streamed."""
         choices = b",".join(
-            b'{"index":%d,%b,"logprobs":%b,"finish_reason":"%b"}'
+            b'{"index":%d,%b,"logprobs":%b,"finish_reason":"%b"%b}'
             % (
-                index,
-                self._message(index, answer),
+                place,
+                self._message(index, answers[index]),
                 self._logprobs[index].whole() if self._logprobs else b"null",
-                reason.encode(),
+                self._reason(reasons[index]),
+                self._extra(index),
             )
-            for index, (answer, reason) in enumerate(zip(answers, reasons, strict=True))
+            for place, index in enumerate(self._chosen(len(answers)))
         )
-        return b'%b,"choices":[%b],"usage":%b}' % (
+        return b'%b,"choices":[%b],"usage":%b%b}' % (
             self._opening(self.whole_object),
             choices,
             _usage(usage),
+            self._end(),
         )
 
+    def _chosen(self, size: int) -> Sequence[int]:
+        """Which choices the client gets, of `size`."""
+        return range(size)
+
+    def _extra(self, index: int) -> bytes:
+        """Further members of a whole answer's choice."""
+        return b"" if self._token_ids is None else self._token_ids.whole(index)
+
+    def _end(self) -> bytes:
+        """Further members of a whole answer."""
+        return b""
+
     def collect(self, update: Update) -> None:
-        """Keeps an update's log-probabilities for `whole`."""
-        if self._logprobs and update.token_ids:
+        """Keeps an update's log-probabilities, and its ids, for `whole`."""
+        if self._logprobs:
             self._logprobs[update.index].collect(update)
-
-
-class ChatShape(Shape):
-    chunk_object = "chat.completion.chunk"
-    whole_object = "chat.completion"
-
-    def _first(self, index: int, usage: Usage | None) -> bytes:
-        delta = b'"delta":{"role":"assistant","content":""}'
-        return self._event(index, delta, b"null", b"null", usage)
-
-    def _delta(self, text: str) -> bytes:
-        return b'"delta":{"content":%b}' % _encode(text)
-
-    def _empty(self) -> bytes:
-        return b'"delta":{}'
-
-    def _deltas(self, update: Update) -> list[bytes]:
-        if not update.parts:
-            return super()._deltas(update)
-        deltas = [chat_parts.delta(part) for part in update.parts]
-        return [b'"delta":%b' % delta for delta in deltas if delta]
-
-    def _message(self, index: int, answer: Collected) -> bytes:
-        return b'"message":%b' % chat_parts.message(answer)
-
-
-class CompletionShape(Shape):
-    chunk_object = "text_completion"
-    whole_object = "text_completion"
-
-    def _first(self, index: int, usage: Usage | None) -> bytes:
-        if not self._echoes:
-            return b""
-        return self._event(index, self._delta(self._echoes[index]), b"null", b"null", usage)
-
-    def _delta(self, text: str) -> bytes:
-        return b'"text":%b' % _encode(text)
-
-    def _empty(self) -> bytes:
-        return b'"text":""'
-
-    def _message(self, index: int, answer: Collected) -> bytes:
-        text = answer.text
-        return self._delta(self._echoes[index] + text if self._echoes else text)
+        if self._prompt_scores is not None:
+            self._prompt_scores.collect(update)
+        if self._token_ids is not None:
+            self._token_ids.collect(update)
 
 
 def _usage(usage: Usage) -> bytes:

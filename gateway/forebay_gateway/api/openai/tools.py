@@ -109,7 +109,7 @@ def _tool(definition: ToolDefinition, at: str) -> Tool:
         raise InvalidRequestError(
             f"{at}.parameters must be the JSON schema of an object.", param=f"{at}.parameters"
         )
-    if not _is_flat(parameters, MAX_SCHEMA_DEPTH):
+    if not is_flat(parameters, MAX_SCHEMA_DEPTH):
         raise InvalidRequestError(
             f"{at}.parameters must not be nested deeper than {MAX_SCHEMA_DEPTH}.",
             param=f"{at}.parameters",
@@ -122,7 +122,7 @@ def _tool(definition: ToolDefinition, at: str) -> Tool:
     )
 
 
-def _is_flat(value: object, depth: int) -> bool:
+def is_flat(value: object, depth: int) -> bool:
     """Whether objects and lists are nested at most so deep."""
     if isinstance(value, dict):
         inner = list(cast("dict[str, object]", value).values())
@@ -130,4 +130,4 @@ def _is_flat(value: object, depth: int) -> bool:
         inner = cast("list[object]", value)
     else:
         return True
-    return depth > 0 and all(_is_flat(item, depth - 1) for item in inner)
+    return depth > 0 and all(is_flat(item, depth - 1) for item in inner)

@@ -6,7 +6,7 @@ template, its tools and its limits mean the same in each of them. It knows no an
 
 import secrets
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from forebay_shared.errors import InvalidRequestError, ModelNotFoundError, UnsupportedError
 from forebay_shared.models import CAP_GENERATE, CAP_GRAMMAR, ModelCard
@@ -19,7 +19,7 @@ from forebay_gateway.api.answers import EARLY_S, Keep, StreamedAnswer, WholeAnsw
 from forebay_gateway.api.openai import params
 from forebay_gateway.api.openai.messages import conversation
 from forebay_gateway.api.openai.schema import ChatRequest, GenerationRequest
-from forebay_gateway.api.openai.tools import tool_use
+from forebay_gateway.api.openai.tools import is_flat, tool_use
 from forebay_gateway.api.ports import Models, Services
 from forebay_gateway.api.transcript import Transcript
 from forebay_gateway.dispatch import Job
@@ -29,10 +29,14 @@ from forebay_gateway.prompt import (
     Renderer,
     Renderers,
     TemplateOptions,
+    Truncation,
     context_length_error,
 )
 from forebay_gateway.teams.caller import Caller, unknown_model
 from forebay_gateway.tools.base import ToolUse
+
+MAX_DOCUMENTS = 1024
+MAX_DOCUMENT_DEPTH = 8
 
 
 class Rendered(NamedTuple):
@@ -77,12 +81,16 @@ class Turns:
         """
         card, renderer, prompt, options, use = await self.render(request, caller, size)
         logprobs = params.chat_logprobs(request, card)
+        words = params.bad_words(request, card)
+        bad_words = await self.renderers.run(lambda: renderer.words(words), size) if words else ()
         sampling = params.sampling_params(
             request,
             card,
             room=room(card, prompt, "messages"),
             limit=params.chat_limit(request),
             logprobs=logprobs,
+            bad_words=bad_words,
+            prompt_logprobs=params.prompt_logprobs(request, card),
         )
         thinks = sampling.grammar is None and options.kwargs.get("enable_thinking") is not False
         reading = self._interpreter.reading(renderer, prompt, use, thinks=thinks)
@@ -102,7 +110,7 @@ class Turns:
         )
         if use is not None and use.forced:
             params.need(card, CAP_GRAMMAR, "tool_choice")
-        options = _template_options(request, use)
+        options = _template_options(request, use, params.truncation(request, card))
         renderer = await self.renderers.get(card)
         prompt = await self.renderers.run(
             lambda: renderer.chat(_conversation(request, card), options), size
@@ -188,13 +196,16 @@ def new_job(
     prompt: list[int],
     sampling: SamplingParams,
     caller: Caller,
+    *,
+    n: int | None = None,
 ) -> Job:
+    """`n` sequences, or as many as the request asks for."""
     return Job(
         request_id=request_id,
         card=card,
         prompt=prompt,
         sampling=sampling,
-        n=request.n or 1,
+        n=n or request.n or 1,
         cache_salt=caller.cache_salt + params.cache_salt(request),
         team=caller.team,
         weight=caller.weight,
@@ -207,7 +218,9 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(16)}"
 
 
-def _template_options(request: ChatRequest, use: ToolUse | None) -> TemplateOptions:
+def _template_options(
+    request: ChatRequest, use: ToolUse | None, truncation: Truncation | None
+) -> TemplateOptions:
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise InvalidRequestError(
@@ -222,18 +235,37 @@ def _template_options(request: ChatRequest, use: ToolUse | None) -> TemplateOpti
     return TemplateOptions(
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
-        kwargs={**_effort(request), **kwargs},
+        kwargs={**_manner(request), **kwargs},
         tools=use.described() if use else [],
+        documents=_documents(request),
+        add_special_tokens=bool(request.add_special_tokens),
+        truncation=truncation,
     )
 
 
-def _effort(request: ChatRequest) -> dict[str, Json]:
-    """How hard to think, under the names by which templates know it."""
-    effort = request.reasoning_effort
-    if effort is None:
-        return {}
-    thinks = effort != "none"
-    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+def _manner(request: ChatRequest) -> dict[str, Json]:
+    """How long to answer and how hard to think, by the names that templates know."""
+    manner: dict[str, Json] = {}
+    if request.verbosity is not None:
+        manner["verbosity"] = request.verbosity
+    effort, thinks = request.reasoning_effort, request.enable_thinking
+    if effort is not None:
+        manner["reasoning_effort"] = effort
+        thinks = effort != "none" if thinks is None else thinks
+    return manner if thinks is None else manner | {"enable_thinking": thinks, "thinking": thinks}
+
+
+def _documents(request: ChatRequest) -> list[Json]:
+    documents = request.documents or []
+    if len(documents) > MAX_DOCUMENTS:
+        raise InvalidRequestError(
+            f"documents may hold at most {MAX_DOCUMENTS} documents.", param="documents"
+        )
+    if not is_flat(documents, MAX_DOCUMENT_DEPTH):
+        raise InvalidRequestError(
+            f"documents must not be nested deeper than {MAX_DOCUMENT_DEPTH}.", param="documents"
+        )
+    return cast("list[Json]", documents)
 
 
 def _conversation(request: ChatRequest, card: ModelCard) -> list[Message]:

@@ -1,0 +1,115 @@
+"""Fields that other servers know, that nothing here honours, and that would change the answer.
+
+They are declared so that they are refused by name, never ignored. Null is always fine, and so is a
+value that asks for nothing. It knows no model.
+"""
+
+from operator import attrgetter
+
+import msgspec
+from forebay_shared.errors import UnsupportedError
+
+from forebay_gateway.api.openai.structured import REMOVED
+
+Flag = bool | None
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """Of vLLM, SGLang and OpenAI. A flag may be false, but for those whose false says more."""
+
+    audio: object = None
+    custom_logit_processor: object = None
+    custom_params: object = None
+    ebnf: object = None
+    ec_transfer_params: object = None
+    extra_key: object = None
+    guided_choice: object = None
+    guided_decoding_backend: object = None
+    guided_grammar: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_whitespace_pattern: object = None
+    images_config: object = None
+    input_ids: object = None
+    json_schema: object = None
+    kv_transfer_params: object = None
+    length_penalty: float | None = None
+    logprob_token_ids: object = None
+    lora_path: object = None
+    media_io_kwargs: object = None
+    mm_payload: object = None
+    mm_processor_kwargs: object = None
+    moderation: object = None
+    no_stop_trim: Flag = None
+    prompt_embeds: object = None
+    regex: object = None
+    repetition_detection: object = None
+    return_cached_tokens_details: Flag = None
+    return_hidden_states: Flag = None
+    return_meta_info: Flag = None
+    return_mm_kwargs: Flag = None
+    return_prompt_text: Flag = None
+    return_prompt_token_ids: Flag = None
+    return_routed_experts: Flag = None
+    return_sampling_mask: Flag = None
+    return_spec_tokens_details: Flag = None
+    return_token_offsets: Flag = None
+    return_weight_versions: Flag = None
+    routed_experts_prompt_start: object = None
+    sampling_logprobs_mode: object = None
+    separate_reasoning: Flag = None
+    session_params: object = None
+    stop_regex: object = None
+    stream_reasoning: Flag = None
+    suffix: str | None = None
+    task: object = None
+    thinking: object = None
+    thinking_token_budget: int | None = None
+    use_audio_in_video: Flag = None
+    use_beam_search: Flag = None
+    video_config: object = None
+    vllm_xargs: object = None
+    watermark: object = None
+    watermarking: Flag = None
+    web_search_options: object = None
+
+
+HARMLESS: dict[str, object] = {
+    "length_penalty": 1.0,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "suffix": "",
+    "thinking_token_budget": -1,
+}
+"""Values that ask for what happens anyway. A flag that is not here may be false."""
+
+_HINTS = {
+    **{name: f"; use {new}" for name, new in REMOVED.items()},
+    "ebnf": "; use structured_outputs.grammar",
+    "extra_key": "; use cache_salt",
+    "guided_decoding_backend": "; there is one backend",
+    "json_schema": "; use response_format",
+    "lora_path": ": no adapters are served",
+    "no_stop_trim": "; use include_stop_str_in_output",
+    "regex": "; use structured_outputs.regex",
+    "return_prompt_token_ids": "; use return_token_ids",
+    "stop_regex": "; use stop",
+    "thinking": "; use reasoning_effort or chat_template_kwargs",
+    "use_beam_search": "; use n or best_of",
+}
+
+_names = Refused.__struct_fields__
+_values = attrgetter(*_names)
+_NOTHING = (None,) * len(_names)
+
+
+def refuse(request: Refused) -> None:
+    """Raises UnsupportedError that names the first field that cannot be honoured."""
+    found = _values(request)
+    if found == _NOTHING:
+        return
+    for name, value in zip(_names, found, strict=True):
+        harmless = HARMLESS.get(name, False)
+        if value is not None and not (value == harmless and type(value) is type(harmless)):
+            hint = _HINTS.get(name, "")
+            raise UnsupportedError(f"{name} is not supported{hint}.", param=name)
