@@ -1,4 +1,4 @@
-"""Traces reach a real OTLP receiver: one tree over both processes, nothing of what clients wrote."""
+"""Traces reach a real OTLP receiver: one tree over both processes, nothing that clients wrote."""
 
 import subprocess
 import sys
