@@ -19,7 +19,7 @@ from forebay_shared.settings import Secret, WorkerSettings
 from forebay_worker.main import run
 sys.exit(run(WorkerSettings(
     engine="echo", redis_url=Secret(sys.argv[1]), echo_delay_ms=float(sys.argv[2]),
-    drain_timeout_s=float(sys.argv[3]),
+    drain_timeout_s=float(sys.argv[3]), echo_cache_blocks=int(sys.argv[4]),
 )))
 """
 
@@ -27,8 +27,11 @@ sys.exit(run(WorkerSettings(
 class WorkerProcess:
     """A real worker with the echo engine."""
 
-    def __init__(self, url: str, delay_ms: float, drain_s: float) -> None:
-        arguments = [sys.executable, "-c", _WORKER, url, str(delay_ms), str(drain_s)]
+    def __init__(
+        self, url: str, delay_ms: float = 0.0, drain_s: float = 5.0, cache_blocks: int = 0
+    ) -> None:
+        options = [str(delay_ms), str(drain_s), str(cache_blocks)]
+        arguments = [sys.executable, "-c", _WORKER, url, *options]
         self.process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
 
     def send(self, number: signal.Signals) -> None:
@@ -41,10 +44,15 @@ class WorkerProcess:
 
 @contextmanager
 def workers(
-    url: str, count: int, *, delay_ms: float = 0.0, drain_s: float = 5.0
+    url: str,
+    count: int,
+    *,
+    delay_ms: float = 0.0,
+    drain_s: float = 5.0,
+    cache_blocks: int = 0,
 ) -> Iterator[list[WorkerProcess]]:
     """Starts `count` workers; kills what is left of them. The list may grow meanwhile."""
-    running = [WorkerProcess(url, delay_ms, drain_s) for _ in range(count)]
+    running = [WorkerProcess(url, delay_ms, drain_s, cache_blocks) for _ in range(count)]
     try:
         yield running
     finally:
@@ -78,7 +86,14 @@ class Answer:
         return sum(map(len, self.tokens.values()))
 
 
-def job(backend: Backend, prompt: Sequence[int] = (1, 2, 3), *, tokens: int = 8, n: int = 1) -> Job:
+def job(
+    backend: Backend,
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    tokens: int = 8,
+    n: int = 1,
+    cache_salt: str = "",
+) -> Job:
     """A job for the echo model."""
     return Job(
         request_id=keys.incarnation(),
@@ -86,6 +101,7 @@ def job(backend: Backend, prompt: Sequence[int] = (1, 2, 3), *, tokens: int = 8,
         prompt=list(prompt),
         sampling=SamplingParams(max_tokens=tokens),
         n=n,
+        cache_salt=cache_salt,
     )
 
 

@@ -24,9 +24,12 @@ from forebay_shared.telemetry import ResubmitReason
 from forebay_shared.wire import Encode, Failed, Reply, Submit
 
 from forebay_gateway.inbox import Box
+from forebay_gateway.router import Choice
+from forebay_gateway.routing import Prompted
 
 if TYPE_CHECKING:
     from forebay_gateway.dispatch import Dispatcher
+    from forebay_gateway.roster import Worker
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class Placement:
     attempt: int
     box: Box
     timer: asyncio.TimerHandle
+    choice: "Choice[Worker]"
+    begun: bool = False
     accepted: bool = False
     over: bool = False
 
@@ -104,6 +109,13 @@ class Attempts(ABC, Generic[E]):
     def message(self, attempt: int) -> Submit | Encode:
         """What the worker of this attempt is to do."""
 
+    @abstractmethod
+    def prompt(self) -> Prompted:
+        """What the router is to look at."""
+
+    def begun(self, placement: Placement, event: E) -> None:
+        """The first event of an attempt came."""
+
     async def __aenter__(self) -> Self:
         self.dispatcher.enter(self)
         return self
@@ -132,6 +144,9 @@ class Attempts(ABC, Generic[E]):
             events = self._book.fold(box.take())
             if self._book.accepted and not placement.accepted:
                 self._accepted(placement)
+            if events and not placement.begun:
+                placement.begun = True
+                self.begun(placement, events[0])
             if not self._book.open:
                 placement.over = True
                 self._leave()
@@ -145,10 +160,10 @@ class Attempts(ABC, Generic[E]):
         """Makes the next attempt: picks a worker, opens the box, then publishes."""
         if self._attempts >= MAX_ATTEMPTS:
             raise self._error or WorkerLostError(_LOST, retry_after_s=1.0)
-        worker = await self.dispatcher.choose(self.card, self._tried, self._error)
+        choice = await self.dispatcher.choose(self.card, self.prompt(), self._tried, self._error)
         self._attempts += 1
         self._book.begin()
-        self.placement = self.dispatcher.submit(worker, self.message(self._attempts))
+        self.placement = self.dispatcher.submit(choice, self.message(self._attempts))
         return self.placement
 
     def _accepted(self, placement: Placement) -> None:

@@ -16,9 +16,12 @@ from forebay_shared.supervise import Supervisor, shielded
 from forebay_shared.telemetry import GatewayMetrics
 from prometheus_client import CollectorRegistry
 
+from forebay_gateway.digests import Digests
 from forebay_gateway.dispatch import Dispatcher
 from forebay_gateway.inbox import Inbox
+from forebay_gateway.prefix_index import PrefixIndex
 from forebay_gateway.roster import Roster
+from forebay_gateway.routing import Routing
 from forebay_gateway.store import Store
 from forebay_gateway.teams.teams import Teams
 
@@ -41,6 +44,7 @@ class Backend:
             settings.redis_url,
             [self.inbox.feed(self.gateway), self.roster.feed(), self.teams.sync.feed()],
         )
+        self.index = PrefixIndex(settings.prefix_index_bytes)
         self.supervisors: tuple[Supervisor, ...] = ()
         self.tasks = Supervisor("background")
         self._reconnects = 0
@@ -52,8 +56,13 @@ class Backend:
             self.inbox,
             self.telemetry,
             settings.queue_timeout_s,
+            Routing(self.index, self.telemetry),
             tracing.current,
         )
+        self.digests = Digests(
+            self.index, self.roster, self.telemetry, self.dispatcher.ask_for_snapshot
+        )
+        self.digest_reader = Reader(settings.redis_url, [self.digests.feed()])
 
     @property
     def connected(self) -> bool:
@@ -99,6 +108,7 @@ class Backend:
             self.telemetry.loop_lag.observe(max(0.0, now - due))
             self.roster.check(self.reader)
             self.dispatcher.check(self.reader)
+            self.digests.check()
             if now >= renew_at:
                 renew_at = now + keys.RENEW_S
                 self._count()
@@ -143,6 +153,8 @@ async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
         publishing.start("publisher", backend.publisher.run())
         async with Supervisor("gateway") as reading:
             reading.start("reader", backend.reader.run())
+            reading.start("digest reader", backend.digest_reader.run())
+            reading.start("digests", backend.digests.run())
             reading.start("upkeep", backend.upkeep())
             reading.start("teams", backend.teams.sync.run())
             backend.supervisors = (publishing, reading, backend.tasks)

@@ -5,7 +5,6 @@ text and no HTTP: it sees token ids, the roster, the inbox and one lane per work
 """
 
 import asyncio
-import random
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -24,14 +23,15 @@ from forebay_shared.packets import WORK
 from forebay_shared.reader import Reader
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.telemetry import GatewayMetrics
-from forebay_shared.wire import Cancel, Encode, Submit, Work, pack_ids
+from forebay_shared.wire import Cancel, Encode, Started, Submit, Sync, Work, pack_ids
 
 from forebay_gateway.attempts import Attempts, Placement
 from forebay_gateway.encoding import EncodeJob, Encoding
 from forebay_gateway.inbox import Box, Inbox
 from forebay_gateway.ledger import Event, Ledger
 from forebay_gateway.roster import Roster, Worker
-from forebay_gateway.router import pick
+from forebay_gateway.router import Choice
+from forebay_gateway.routing import Prompt, Prompted, Routing
 
 ACCEPT_S = 4.0
 """A worker takes a request in at once; one that has not answered for this long is passed over."""
@@ -68,6 +68,8 @@ class Generation(Attempts[Event]):
         self._ledger = Ledger(job.n)
         self._traceparent = dispatcher.traceparent()
         self.job = job
+        scored = job.sampling.prompt_logprobs is not None
+        self._prompt = Prompt(pack_ids(job.prompt), job.card.revision, job.cache_salt, whole=scored)
         super().__init__(dispatcher, job.request_id, job.card, self._ledger)
 
     def stop(self, index: int) -> None:
@@ -79,13 +81,21 @@ class Generation(Attempts[Event]):
         else:
             self._leave()
 
+    def prompt(self) -> Prompt:
+        return self._prompt
+
+    def begun(self, placement: Placement, event: Event) -> None:
+        choice = placement.choice
+        if choice.reason != "only" and isinstance(event, Started):
+            self.dispatcher.routing.served(choice.cached_tokens, event.cached_tokens)
+
     def message(self, attempt: int) -> Submit:
         job = self.job
         return Submit(
             request_id=job.request_id,
             attempt=attempt,
             gateway=self.dispatcher.gateway,
-            prompt=pack_ids(job.prompt),
+            prompt=self._prompt.packed,
             sampling=self._sampling(),
             starts=self._ledger.starts(),
             cache_salt=job.cache_salt,
@@ -115,9 +125,11 @@ class Dispatcher:
         inbox: Inbox,
         metrics: GatewayMetrics,
         queue_timeout_s: float,
+        routing: Routing,
         traceparent: Callable[[], str] = str,
     ) -> None:
         self.gateway = gateway
+        self.routing = routing
         self.metrics = metrics
         self.traceparent = traceparent
         self.queue_timeout_ms = int(queue_timeout_s * 1000)
@@ -150,22 +162,26 @@ class Dispatcher:
             self.metrics.cancelled.inc()
 
     async def choose(
-        self, card: ModelCard, avoid: Collection[str], after: ForebayError | None
-    ) -> Worker:
+        self,
+        card: ModelCard,
+        prompt: Prompted,
+        avoid: Collection[str],
+        after: ForebayError | None,
+    ) -> Choice[Worker]:
         """The worker for the next attempt; waits for one, and less long `after` one was lost."""
-        tie = random.getrandbits(16)
-        if (worker := pick(self._roster.candidates(card), avoid=avoid, tie=tie)) is not None:
-            return worker
+        choose, roster = self.routing.choose, self._roster
+        if (choice := choose(roster.candidates(card), prompt, avoid)) is not None:
+            return choice
         queue_timeout_s = self.queue_timeout_ms / 1000
         try:
             async with asyncio.timeout(
                 min(queue_timeout_s, REPLACE_S) if after else queue_timeout_s
             ):
                 while True:
-                    await self._roster.changed()
-                    worker = pick(self._roster.candidates(card), avoid=avoid, tie=tie)
-                    if worker is not None:
-                        return worker
+                    await roster.changed()
+                    choice = choose(roster.candidates(card), prompt, avoid)
+                    if choice is not None:
+                        return choice
         except TimeoutError:
             raise after or NoWorkerError(
                 "No worker became ready in time. Please retry.", retry_after_s=5.0
@@ -173,15 +189,20 @@ class Dispatcher:
 
     def others(self, card: ModelCard, tried: Collection[str]) -> bool:
         """Whether a worker that was not tried could take the job."""
-        return any(worker.name not in tried for worker in self._roster.candidates(card))
+        return any(worker.name not in tried for worker in self._roster.candidates(card).workers)
 
-    def submit(self, worker: Worker, message: Submit | Encode) -> Placement:
+    def submit(self, choice: Choice[Worker], message: Submit | Encode) -> Placement:
         """Opens the box, then sends the message."""
+        worker = choice.worker
         box = self._inbox.open(message.request_id, message.attempt)
-        worker.place(message.request_id, _tokens(message))
+        worker.place(message.request_id, message.num_tokens - choice.cached_tokens)
         self._lane(worker.name).send([message])
         timer = asyncio.get_running_loop().call_later(ACCEPT_S, _expect, box)
-        return Placement(worker.name, message.attempt, box, timer)
+        return Placement(worker.name, message.attempt, box, timer, choice)
+
+    def ask_for_snapshot(self, worker: str) -> None:
+        """Asks a worker to tell what its prefix cache holds."""
+        self._lane(worker).send([Sync()])
 
     def cancel(self, request_id: str, placement: Placement, index: int | None = None) -> None:
         """Tells the worker to abort one sequence of an attempt, or all of it."""
@@ -191,7 +212,7 @@ class Dispatcher:
     def settle(self, request_id: str, placement: Placement) -> None:
         """The next report of the worker has the request in its load."""
         if (worker := self._roster.get(placement.worker)) is not None:
-            worker.settle(request_id)
+            worker.settle(request_id, asyncio.get_running_loop().time())
 
     def leave(self, request_id: str, placement: Placement) -> None:
         """Closes an attempt; cancels it unless it is over."""
@@ -236,7 +257,7 @@ class Dispatcher:
     def _undelivered(self, worker: str, messages: list[Work], error: BusError | None) -> None:
         """Takes back what a lane could not deliver: submits end, cancels are tried again."""
         for message in messages:
-            if isinstance(message, Cancel):
+            if isinstance(message, Cancel | Sync):
                 continue
             if (box := self._inbox.get(message.request_id, message.attempt)) is not None:
                 if error is not None:
@@ -257,13 +278,6 @@ class Dispatcher:
         for running in self._running:
             if running.placement is not None and running.placement.worker == worker:
                 running.placement.box.lose("worker_lost")
-
-
-def _tokens(message: Submit | Encode) -> int:
-    """Tokens to prefill."""
-    if isinstance(message, Submit):
-        return len(message.prompt) // 4
-    return sum(map(len, message.inputs)) // 4
 
 
 def _bus_away() -> BusError:

@@ -12,6 +12,7 @@ from forebay_shared.telemetry import ResubmitReason
 from forebay_shared.wire import Accepted, Done, Embedded, Encode, Failed, Reply, Started, pack_ids
 
 from forebay_gateway.attempts import Attempts
+from forebay_gateway.routing import Uncached
 
 if TYPE_CHECKING:
     from forebay_gateway.dispatch import Dispatcher
@@ -85,6 +86,9 @@ class Encoding(Attempts[Embedded]):
     def __init__(self, dispatcher: "Dispatcher", job: EncodeJob) -> None:
         super().__init__(dispatcher, job.request_id, job.card, EncodeLedger(job))
         self.job = job
+
+    def prompt(self) -> Uncached:
+        return Uncached(sum(map(len, self.job.inputs)))
 
     def message(self, attempt: int) -> Encode:
         job = self.job

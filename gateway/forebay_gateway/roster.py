@@ -7,6 +7,7 @@ tokens placed.
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -22,13 +23,19 @@ from forebay_shared.reader import Feed, Reader
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Beacon, Farewell, Load, RosterEvent
 
+from forebay_gateway.routing import Pool
+
 log = logging.getLogger(__name__)
 
 LEASE_S = keys.LEASE_MS / 1000
 KEEP_CARD_S = 600.0
 """A model whose last worker went away stays known for so long: its requests wait, not 404."""
+MAX_POOLS = 256
+"""Models whose workers are kept prepared for the router."""
 SLOW_STEP_S = 10.0
 """A worker whose engine has not come round for this long is taken last."""
+SETTLE_S = 0.03
+"""A report that comes so soon after an Accepted was sent before it."""
 HUNG_STEP_S = 600.0
 """A worker whose engine has not come round for this long is lost."""
 
@@ -39,45 +46,79 @@ _decode_beacon = msgspec.msgpack.Decoder(Beacon).decode
 class Worker:
     """A live worker. Its load is the last report plus what was placed since."""
 
-    __slots__ = ("card", "card_hash", "draining", "load", "name", "placed", "seen_at", "settling")
+    __slots__ = (
+        "_settling", "_tokens", "card", "card_hash", "digest", "draining", "load", "name", "number",
+        "placed", "seen_at",
+    )  # fmt: skip
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, number: int = 0) -> None:
         self.name = name
+        self.number = number
+        """Among the live ones: small, and used again."""
         self.card: ModelCard | None = None
         self.card_hash = ""
         self.load = Load()
+        self.digest = -1
+        """The number of its last digest when it last said so; -1: it publishes none."""
         self.draining = False
         self.seen_at = 0.0
         self.placed: dict[str, int] = {}
-        """Tokens of requests that the worker has not accepted yet."""
-        self.settling: dict[str, int] = {}
-        """Tokens of requests that it accepted after its last report."""
+        """Tokens to prefill of requests that the worker has not accepted yet."""
+        self._settling: dict[str, tuple[int, float]] = {}
+        """Tokens of requests that it accepted after its last report, and when."""
+        self._tokens = 0
 
     @property
     def queued_tokens(self) -> int:
-        placed = sum(self.placed.values()) + sum(self.settling.values())
-        return self.load.waiting_tokens + placed
+        return self.load.waiting_tokens + self._tokens
 
     @property
     def busy(self) -> int:
-        return self.load.running + self.load.waiting + len(self.placed) + len(self.settling)
+        return self.load.running + self.load.waiting + len(self.placed) + len(self._settling)
+
+    @property
+    def prefill_rate(self) -> float:
+        return self.load.prefill_rate
+
+    @property
+    def decode_rate(self) -> float:
+        return self.load.decode_rate
+
+    @property
+    def block_size(self) -> int:
+        return self.card.block_size if self.card is not None else 0
 
     @property
     def open(self) -> bool:
         """It may get new requests."""
         return self.card is not None and not self.draining
 
-    def place(self, request_id: str, tokens: int) -> None:
-        self.placed[request_id] = tokens
+    @property
+    def slow(self) -> bool:
+        """Its engine's step takes long, or hangs."""
+        return self.load.step_age_s >= SLOW_STEP_S
 
-    def settle(self, request_id: str) -> None:
-        """The worker accepted the request: its next report includes it."""
+    def place(self, request_id: str, tokens: int) -> None:
+        """Counts a request from now on, with the tokens that it has to prefill."""
+        self.forget(request_id)
+        self.placed[request_id] = tokens
+        self._tokens += tokens
+
+    def settle(self, request_id: str, now: float) -> None:
+        """The worker accepted the request: a later report includes it."""
         if (tokens := self.placed.pop(request_id, None)) is not None:
-            self.settling[request_id] = tokens
+            self._settling[request_id] = (tokens, now)
 
     def forget(self, request_id: str) -> None:
-        self.placed.pop(request_id, None)
-        self.settling.pop(request_id, None)
+        self._tokens -= self.placed.pop(request_id, 0)
+        self._tokens -= self._settling.pop(request_id, (0, 0.0))[0]
+
+    def report(self, load: Load, now: float) -> None:
+        """Takes a report. One that was on its way when a request was accepted knows it not."""
+        self.load = load
+        for request_id, (_, since) in list(self._settling.items()):
+            if now - since >= SETTLE_S:
+                self.forget(request_id)
 
 
 class Roster:
@@ -92,6 +133,7 @@ class Roster:
         self._listeners: list[Callable[[str], None]] = []
         self._changed = asyncio.Event()
         self._snapshots = -1
+        self._pools: dict[tuple[str, str], Pool[Worker]] = {}
 
     @property
     def ready(self) -> bool:
@@ -124,8 +166,17 @@ class Roster:
             raise NoWorkerError("No worker is ready yet. Please retry.", retry_after_s=2.0)
         raise ModelNotFoundError("The model does not exist or is not served here.", param="model")
 
-    def candidates(self, card: ModelCard) -> list[Worker]:
+    def candidates(self, card: ModelCard) -> Pool[Worker]:
         """The workers that may take a request for `card`: they give the same answers."""
+        key = (card.revision, card.name)
+        pool = self._pools.get(key)
+        if pool is None:
+            if len(self._pools) >= MAX_POOLS:
+                self._pools.clear()
+            pool = self._pools[key] = Pool(self._able(card))
+        return pool
+
+    def _able(self, card: ModelCard) -> list[Worker]:
         able = [
             worker
             for worker in self._workers.values()
@@ -134,7 +185,7 @@ class Roster:
             and worker.card.revision == card.revision
             and card.name in worker.card.names
         ]
-        return [worker for worker in able if worker.load.step_age_s < SLOW_STEP_S] or able
+        return [worker for worker in able if not worker.slow] or able
 
     def get(self, worker: str) -> Worker | None:
         return self._workers.get(worker)
@@ -179,21 +230,29 @@ class Roster:
         if worker is None:
             if beacon.load.step_age_s > HUNG_STEP_S:
                 return
-            worker = self._workers[beacon.worker] = Worker(beacon.worker)
+            worker = self._workers[beacon.worker] = Worker(beacon.worker, self._free_number())
             log.info("worker %s joined", beacon.worker)
-        was_open = worker.open
+        was_open, was_slow = worker.open, worker.slow
         worker.seen_at = asyncio.get_running_loop().time()
-        worker.load = beacon.load
+        worker.report(beacon.load, worker.seen_at)
         worker.draining = beacon.draining
-        worker.settling.clear()
+        worker.digest = beacon.digest
         if worker.card_hash != beacon.card or worker.card is None:
             worker.card_hash = beacon.card
             worker.card = self._cards.get(beacon.card)
+            self._pools.clear()
             if worker.card is None:
                 self._fetch_card(worker)
+        if (worker.open, worker.slow) != (was_open, was_slow):
+            self._pools.clear()
         if worker.card is not None:
             self._card_seen_at[worker.card_hash] = worker.seen_at
         self._opened(worker, was_open)
+
+    def _free_number(self) -> int:
+        """The least that no live worker has."""
+        taken = {worker.number for worker in self._workers.values()}
+        return next(number for number in itertools.count() if number not in taken)
 
     def _opened(self, worker: Worker, was_open: bool) -> None:
         self._metrics.workers.set(len(self._workers))
@@ -212,6 +271,7 @@ class Roster:
                 return
             was_open = worker.open
             self._cards[wanted] = worker.card = card
+            self._pools.clear()
             self._card_seen_at[wanted] = worker.seen_at
             self._opened(worker, was_open)
 
@@ -243,6 +303,7 @@ class Roster:
     def _lose(self, name: str, why: str) -> None:
         if self._workers.pop(name, None) is None:
             return
+        self._pools.clear()
         log.warning("worker %s %s", name, why)
         self._metrics.workers_lost.inc()
         self._metrics.workers.set(len(self._workers))

@@ -8,8 +8,10 @@ wrong answer.
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import islice
 
 HASH_BYTES = 8
+ID_BYTES = 4
 
 
 def root_hash(revision: str, adapter: str = "", cache_salt: str = "") -> bytes:
@@ -23,11 +25,39 @@ def root_hash(revision: str, adapter: str = "", cache_salt: str = "") -> bytes:
 
 def chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
     """Hashes of the full blocks of `token_ids`, in order; a last partial block has none."""
-    packed = array("I", token_ids)
-    width = block_size * packed.itemsize
-    view = memoryview(packed).cast("B")
-    for start in range(0, len(view) - width + 1, width):
-        parent = blake2b(
-            parent + view[start : start + width].tobytes(), digest_size=HASH_BYTES
-        ).digest()
+    return _chain(parent, array("I", token_ids).tobytes(), block_size)
+
+
+def _chain(parent: bytes, packed: bytes, block_size: int) -> Iterator[bytes]:
+    width = block_size * ID_BYTES
+    for start in range(0, len(packed) - width + 1, width):
+        parent = blake2b(parent + packed[start : start + width], digest_size=HASH_BYTES).digest()
         yield parent
+
+
+class PromptBlocks:
+    """The hashes of a prompt's blocks that a cache may serve, as whole numbers, computed when asked
+    for. The block with the last token is never served: its logits have to be computed.
+
+    `packed` holds the ids as `wire.pack_ids` has them, `root` is the prompt's `root_hash`.
+    """
+
+    __slots__ = ("_hashes", "_length", "_rest")
+
+    def __init__(self, packed: bytes, block_size: int, root: bytes) -> None:
+        self._length = max(0, len(packed) // ID_BYTES - 1) // block_size
+        self._rest = _chain(root, packed, block_size)
+        self._hashes: list[int] = []
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at: int) -> int:
+        """The hash of block `at`. Raises IndexError beyond the last one."""
+        if at >= self._length:
+            raise IndexError(at)
+        hashes = self._hashes
+        if at >= len(hashes):
+            more = islice(self._rest, at + 1 - len(hashes))
+            hashes.extend(int.from_bytes(digest, "little") for digest in more)
+        return hashes[at]

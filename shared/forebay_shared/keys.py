@@ -14,6 +14,8 @@ STREAM_TTL_MS = 60_000
 """Streams and cards of a dead incarnation vanish after this."""
 BLOB_TTL_MS = 3_600_000
 ROSTER_MAXLEN = 4_096
+DIGEST_KEEP_MS = 10_000
+"""So long the stream of digests reaches back, by Redis's clock; who is later asks anew."""
 WORK_MAXLEN = 65_536
 REPLY_MAXLEN = 65_536
 
@@ -54,6 +56,11 @@ def gateway_lease(gateway: str) -> str:
 def roster() -> str:
     """Stream: beacons and farewells of all workers."""
     return "fb:{roster}:events"
+
+
+def digests() -> str:
+    """Stream: what changes in the prefix caches of all workers, and snapshots of them."""
+    return "fb:{digests}:events"
 
 
 def gateways() -> str:

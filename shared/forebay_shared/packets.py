@@ -12,6 +12,8 @@ import msgspec
 
 from forebay_shared.wire import (
     WIRE_VERSION,
+    CacheEvent,
+    CachePacket,
     Changed,
     ChangesPacket,
     Reply,
@@ -28,7 +30,7 @@ _UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 
 
 class Packet(Protocol[M]):
-    """What WorkPacket, ReplyPacket and RosterPacket have in common."""
+    """What the packets of all streams have in common."""
 
     def __init__(self, version: int, sender: str, messages: list[M]) -> None: ...
 
@@ -84,4 +86,5 @@ class Codec(Generic[M]):
 WORK: Codec[Work] = Codec(WorkPacket, Work)
 REPLY: Codec[Reply] = Codec(ReplyPacket, Reply)
 ROSTER: Codec[RosterEvent] = Codec(RosterPacket, RosterEvent)
+CACHE: Codec[CacheEvent] = Codec(CachePacket, CacheEvent)
 CHANGES: Codec[Changed] = Codec(ChangesPacket, Changed)

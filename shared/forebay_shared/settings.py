@@ -61,6 +61,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: Annotated[
         float, Meta(gt=0, description="longest wait for a worker and for a first step, in seconds")
     ] = 120.0
+    prefix_index_bytes: Annotated[
+        int, Meta(ge=0, description="memory for what the workers' prefix caches hold, in bytes")
+    ] = 268_435_456
     drain_timeout_s: Annotated[
         float, Meta(ge=0, description="after SIGTERM, seconds for open streams to finish")
     ] = 30.0
@@ -149,6 +152,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     echo_delay_ms: Annotated[
         float, Meta(ge=0, description="echo engine: time per step in milliseconds")
     ] = 0.0
+    echo_prefill_rate: Annotated[
+        float, Meta(ge=0, description="echo engine: prompt tokens per second; 0: no time at all")
+    ] = 0.0
+    echo_cache_blocks: Annotated[
+        int, Meta(ge=0, description="echo engine: blocks of its prefix cache; 0: none")
+    ] = 0
     drain_timeout_s: Annotated[
         float, Meta(ge=0, description="after SIGTERM, seconds for running sequences to finish")
     ] = 30.0

@@ -37,6 +37,8 @@ ROUTES = (
 )  # fmt: skip
 
 DropReason = Literal["unknown", "fenced", "duplicate", "bad"]
+PickReason = Literal["only", "prefix", "load", "spread"]
+PICK_REASONS: tuple[PickReason, ...] = ("only", "prefix", "load", "spread")
 ResubmitReason = Literal["worker_lost", "not_accepted", "gap", "bus_reset", "failed"]
 
 
@@ -280,6 +282,40 @@ class GatewayMetrics:
         self._dropped = Counter(
             "forebay_dropped_replies", "Replies dropped.", ["reason"], registry=registry
         )
+        picks = Counter(
+            "forebay_router_picks", "Workers picked, by reason.", ["reason"], registry=registry
+        )
+        self._picks = {reason: picks.labels(reason=reason) for reason in PICK_REASONS}
+        self.predicted_tokens = Counter(
+            "forebay_prefix_predicted_tokens",
+            "Prompt tokens that the router took for cached on the worker that it picked.",
+            registry=registry,
+        )
+        self.hit_tokens = Counter(
+            "forebay_prefix_hit_tokens",
+            "Prompt tokens that were cached there.",
+            registry=registry,
+        )
+        self._index_bytes = Gauge(
+            "forebay_prefix_index_bytes", "Memory of the prefix index.", registry=registry
+        )
+        self._index_blocks = Gauge(
+            "forebay_prefix_index_blocks", "Blocks in the prefix index.", registry=registry
+        )
+        self.index_refused = Counter(
+            "forebay_prefix_index_refused",
+            "Blocks that the prefix index had no room for.",
+            registry=registry,
+        )
+        self.digest_lag = Histogram(
+            "forebay_digest_lag_seconds",
+            "From a change in a worker's cache to the index, without the time on the network.",
+            registry=registry,
+            buckets=_HTTP_S,
+        )
+        self.digest_gaps = Counter(
+            "forebay_digest_gaps", "Times that a worker's digests were missed.", registry=registry
+        )
         self._resubmitted = Counter(
             "forebay_resubmitted", "Attempts after a job's first.", ["reason"], registry=registry
         )
@@ -301,6 +337,13 @@ class GatewayMetrics:
         """Counts the vectors of one request and the tokens that they took."""
         self._embedded_inputs.inc(inputs)
         self._embedded_tokens.inc(tokens)
+
+    def picked(self, reason: PickReason) -> None:
+        self._picks[reason].inc()
+
+    def prefix_index(self, nbytes: int, blocks: int) -> None:
+        self._index_bytes.set(nbytes)
+        self._index_blocks.set(blocks)
 
     def dropped(self, reason: DropReason, count: int = 1) -> None:
         self._dropped.labels(reason=reason).inc(count)

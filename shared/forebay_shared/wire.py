@@ -4,10 +4,11 @@ Version N reads N-1: a field is only ever added, at the end and with a default; 
 a reader counts and drops what it does not know. Token ids of prompts travel as packed
 uint32, those of a step as a short list.
 
-    gateway -> worker   Submit, Encode, Cancel                  on keys.work(worker)
+    gateway -> worker   Submit, Encode, Cancel, Sync            on keys.work(worker)
     worker -> gateway   Accepted, Started, PromptLogprobs,
                         Delta, Done, Failed, Embedded           on keys.reply(gateway)
     worker -> all       Beacon, Farewell                        on keys.roster()
+    worker -> all       Digest, Snapshot                        on keys.digests()
     gateway -> gateways Changed                                 on keys.changes()
 
 For one sequence of a request the order is: Accepted, Started, Delta*, then exactly one Done. The
@@ -24,6 +25,7 @@ from typing import Literal
 
 import msgspec
 
+from forebay_shared.blocks import ID_BYTES
 from forebay_shared.sampling import SamplingParams
 
 WIRE_VERSION = 1
@@ -79,6 +81,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_o
     traceparent: str = ""
     """Where the worker's spans belong, as W3C says it; empty: no trace is kept."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.prompt) // ID_BYTES
+
 
 class Encode(msgspec.Struct, frozen=True, tag="encode", omit_defaults=True, kw_only=True):
     """Make one vector of each input. Only to a worker whose card has `embedding`.
@@ -101,6 +108,11 @@ class Encode(msgspec.Struct, frozen=True, tag="encode", omit_defaults=True, kw_o
     priority: int = 0
     queue_timeout_ms: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all inputs."""
+        return sum(map(len, self.inputs)) // ID_BYTES
+
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True, kw_only=True):
     """Abort sequence `index` of a request, or all of them. Of an unknown request: ignored."""
@@ -110,7 +122,11 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True, kw_o
     index: int | None = None
 
 
-Work = Submit | Cancel | Encode
+class Sync(msgspec.Struct, frozen=True, tag="sync", omit_defaults=True, kw_only=True):
+    """A gateway does not know the worker's cache: publish a Snapshot. Many such need only one."""
+
+
+Work = Submit | Cancel | Encode | Sync
 
 MAX_ENCODE_INPUTS = 64
 MAX_ENCODE_TOKENS = 16_384
@@ -221,6 +237,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kv_usage: float = 0.0
     step_age_s: float = 0.0
     """Seconds since the engine's loop last came round; grows when a step hangs."""
+    prefill_rate: float = 0.0
+    """Prompt tokens/s in steps that prefill, as measured; 0: not known yet."""
+    decode_rate: float = 0.0
+    """Tokens/s of a full batch in steps that decode; 0: not known yet."""
 
 
 class Beacon(msgspec.Struct, frozen=True, tag="beacon", omit_defaults=True, kw_only=True):
@@ -230,6 +250,8 @@ class Beacon(msgspec.Struct, frozen=True, tag="beacon", omit_defaults=True, kw_o
     card: str
     load: Load
     draining: bool = False
+    digest: int = -1
+    """The number of its last Digest; -1: it publishes none."""
 
 
 class Farewell(msgspec.Struct, frozen=True, tag="farewell", kw_only=True):
@@ -239,6 +261,38 @@ class Farewell(msgspec.Struct, frozen=True, tag="farewell", kw_only=True):
 
 
 RosterEvent = Beacon | Farewell
+
+
+class Digest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="d"):
+    """Blocks that entered and left a worker's prefix cache, as hashes in packed 8 bytes each.
+
+    Numbered from 1 without a gap for the life of the worker, whose cache was empty before; no hash
+    is in both. `load` is the state at the same moment.
+    """
+
+    worker: str
+    number: int
+    stored: bytes = b""
+    evicted: bytes = b""
+    load: Load | None = None
+    waited_ms: float = 0.0
+    """Since the first of the changes."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="s"):
+    """All blocks in a worker's cache after digest `number`, in `parts` that follow each other.
+
+    With a number that no Digest had, it takes that one's place: the changes before it are not told.
+    """
+
+    worker: str
+    number: int
+    part: int
+    parts: int
+    hashes: bytes
+
+
+CacheEvent = Digest | Snapshot
 
 
 class Changed(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
@@ -272,3 +326,9 @@ class ChangesPacket(msgspec.Struct, frozen=True, array_like=True):
     version: int
     sender: str
     messages: list[Changed]
+
+
+class CachePacket(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    sender: str
+    messages: list[CacheEvent]

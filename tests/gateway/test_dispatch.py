@@ -208,7 +208,9 @@ async def test_the_books_balance_after_a_storm_of_cancels(
     random.seed(3)
     with workers(redis_url, 2, delay_ms=1):
         await wait_until(lambda: len(backend.roster.workers) == 2)
-        await wait_until(lambda: len(backend.roster.candidates(backend.roster.find("echo"))) == 2)
+        await wait_until(
+            lambda: len(backend.roster.candidates(backend.roster.find("echo")).workers) == 2
+        )
 
         async def client(number: int) -> None:
             prompt = [number % 200 + 1, 7, 9]

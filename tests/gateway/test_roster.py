@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from bus_house import job, run_job, workers
 from forebay_gateway.backend import Backend, connect
-from forebay_gateway.roster import LEASE_S, Roster
+from forebay_gateway.roster import LEASE_S, SETTLE_S, Roster
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import ModelNotFoundError, NoWorkerError
@@ -144,12 +144,19 @@ async def test_what_was_just_placed_counts_until_a_report_includes_it(
     worker.place("r1", 100)
     worker.place("r2", 10)
     assert (worker.queued_tokens, worker.busy) == (160, 5)
-    worker.settle("r1")
+    now = asyncio.get_running_loop().time()
+    worker.settle("r1", now - SETTLE_S)
     assert (worker.queued_tokens, worker.busy) == (160, 5)
     quiet_roster.receive([_beacon(Load(running=3))])
     assert (worker.queued_tokens, worker.busy) == (10, 4)
+    worker.place("r3", 7)
+    worker.settle("r3", now)
+    worker.report(Load(), now + SETTLE_S / 2)  # sent before the request came
+    assert (worker.queued_tokens, worker.busy) == (17, 2)
+    worker.report(Load(), now + 2 * SETTLE_S)
+    assert (worker.queued_tokens, worker.busy) == (10, 1)
     worker.forget("r2")
-    assert (worker.queued_tokens, worker.busy) == (0, 3)
+    assert (worker.queued_tokens, worker.busy) == (0, 0)
 
 
 class Clock:

@@ -16,6 +16,7 @@ from forebay_shared.packets import ROSTER
 from forebay_shared.telemetry import EngineMetrics
 from forebay_shared.wire import Beacon, Farewell
 
+from forebay_worker.digest import Digests
 from forebay_worker.engines.base import Engine
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -25,12 +26,18 @@ class Presence:
     """One worker incarnation in the roster. Set `draining` to get nothing new."""
 
     def __init__(
-        self, worker: str, engine: Engine, publisher: Publisher, metrics: EngineMetrics
+        self,
+        worker: str,
+        engine: Engine,
+        publisher: Publisher,
+        metrics: EngineMetrics,
+        digests: Digests,
     ) -> None:
         self._worker = worker
         self._engine = engine
         self._publisher = publisher
         self._metrics = metrics
+        self._digests = digests
         self._card = _encode(engine.card)
         self._card_hash = content_hash(self._card)
         self._blobs = {
@@ -55,6 +62,7 @@ class Presence:
             card=self._card_hash,
             load=load,
             draining=self.draining,
+            digest=self._digests.number,
         )
         call("SET", keys.worker_lease(self._worker), "1", "PX", keys.LEASE_MS)
         self._renew_content()
@@ -62,6 +70,7 @@ class Presence:
             keys.roster(), ROSTER.encode(self._worker, [beacon]), keys.ROSTER_MAXLEN
         )
         call("PEXPIRE", keys.roster(), keys.STREAM_TTL_MS)
+        self._digests.renew()
         call("HSET", keys.members(), self._worker, _encode(beacon))
         call("PEXPIRE", keys.members(), keys.STREAM_TTL_MS)
         metrics = snapshot(self._metrics.registry)
@@ -69,6 +78,7 @@ class Presence:
 
     async def farewell(self) -> None:
         """Takes back all that was said; blobs stay, as other workers may serve the same model."""
+        self._digests.close()
         call = self._publisher.call
         packet = ROSTER.encode(self._worker, [Farewell(worker=self._worker)])
         self._publisher.announce(keys.roster(), packet, keys.ROSTER_MAXLEN)

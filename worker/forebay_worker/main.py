@@ -21,6 +21,7 @@ from forebay_shared.tracing import opened
 from prometheus_client import CollectorRegistry
 
 from forebay_worker.beacon import Presence
+from forebay_worker.digest import Digests
 from forebay_worker.engines.base import Engine
 from forebay_worker.engines.registry import build
 from forebay_worker.service import Service
@@ -74,7 +75,9 @@ async def serve(
     )
     publisher = Publisher(settings.redis_url)
     service = Service(worker, engine, publisher, tracing)
-    presence = Presence(worker, engine, publisher, metrics)
+    digests = Digests(worker, engine, publisher)
+    service.on_sync = digests.sync
+    presence = Presence(worker, engine, publisher, metrics, digests)
     reader = Reader(settings.redis_url, [service.feed()])
     async with Supervisor("worker") as tasks:
         tasks.start("publisher", publisher.run())

@@ -29,6 +29,7 @@ from forebay_shared.wire import (
     Failed,
     Reply,
     Submit,
+    Sync,
     Work,
 )
 
@@ -80,6 +81,8 @@ class Service:
         self._traces: dict[RequestKey, str] = {}
         """Where the spans of open requests belong; only of those that are traced."""
         self._accepting: asyncio.TimerHandle | None = None
+        self.on_sync: Callable[[], None] = lambda: None
+        """Called when a gateway asks for a snapshot of the prefix cache."""
 
     def feed(self) -> Feed[Work]:
         """The work stream, for the worker's reader. Gateways send again what a lost one held."""
@@ -94,6 +97,8 @@ class Service:
         for message in messages:
             if isinstance(message, Cancel):
                 self._engine.cancel(message.request_id, message.attempt, message.index)
+            elif isinstance(message, Sync):
+                self.on_sync()
             else:
                 self._submit(message)
 

@@ -158,6 +158,10 @@ class BlockManager:
         sequence.block_table = []
         sequence.num_computed = sequence.num_published = 0
 
+    def published(self) -> list[bytes]:
+        """The hashes of all blocks in the prefix cache."""
+        return list(self._published)
+
     def check_integrity(self, sequences: Iterable[Sequence] = ()) -> None:
         """Counts everything again, given all sequences that hold blocks. Raises AssertionError."""
         held = Counter(block for sequence in sequences for block in sequence.block_table)

@@ -26,9 +26,11 @@ from forebay_shared.wire import FinishReason, Load, Submit, Usage
 from forebay_worker.engine import replies
 from forebay_worker.engine.batch import Sampled
 from forebay_worker.engine.block_manager import BlockManager
+from forebay_worker.engine.cache_log import CacheLog
 from forebay_worker.engine.grammar import Grammars, Preparation
 from forebay_worker.engine.intake import Limits, sequences_of
 from forebay_worker.engine.ports import Event, Recorder, Runner
+from forebay_worker.engine.rates import Rates
 from forebay_worker.engine.replies import Key
 from forebay_worker.engine.scheduler import Plan, Scheduler
 from forebay_worker.engine.sequence import Sequence
@@ -65,13 +67,19 @@ class EngineCore:
         *,
         revision: str = "",
         grammars: Grammars | None = None,
+        cache_log: CacheLog | None = None,
     ) -> None:
         self.blocks = BlockManager(
             runner.num_blocks,
             runner.block_size,
             revision=revision,
             caching=settings.enable_prefix_caching,
+            changed=None if cache_log is None else cache_log.note,
         )
+        if cache_log is not None:
+            cache_log.everything = self.blocks.published
+        self._cache_log = cache_log
+        self._rates = Rates()
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=settings.max_num_seqs,
@@ -125,7 +133,9 @@ class EngineCore:
         self.blocks.check_integrity()
 
     def take_events(self) -> list[Event]:
-        """The events since the last call, in order."""
+        """The events since the last call, in order; changes of the cache go on their own way."""
+        if self._cache_log is not None:
+            self._cache_log.flush()
         events, self._events = self._events, []
         return events
 
@@ -135,6 +145,8 @@ class EngineCore:
             waiting=len(self.scheduler.waiting) + len(self._preparing),
             waiting_tokens=self.scheduler.tokens_to_prefill,
             kv_usage=self.blocks.usage,
+            prefill_rate=self._rates.prefill,
+            decode_rate=self._rates.decode,
         )
 
     def submit(self, submit: Submit, arrived: float) -> None:
@@ -197,6 +209,9 @@ class EngineCore:
             self._fail_rows(plan, retryable=len(plan.rows) > 1)
             return
         self._failed_steps = 0
+        decoded = sum(row.num_new == 1 for row in plan.rows)
+        prefilled = sum(row.num_new for row in plan.rows) - decoded
+        self._rates.step(prefilled=prefilled, decoded=decoded, seconds=now - called)
         self._record(plan, counted, host_s=called - began + monotonic() - now)
 
     def _admit(self, submit: Submit, key: Key, arrived: float) -> Request:

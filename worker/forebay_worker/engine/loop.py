@@ -21,7 +21,14 @@ from forebay_worker.engine.ports import Emit, Event
 _log = logging.getLogger(__name__)
 
 
-W = TypeVar("W")
+class Sized(Protocol):
+    """Work for an engine."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+W = TypeVar("W", bound=Sized)
 W_contra = TypeVar("W_contra", contravariant=True)
 
 
@@ -100,6 +107,8 @@ class EngineLoop(Generic[W]):
         self._resting = True
         self._last_round = monotonic()
         self._load = core.load()
+        self._arrived_tokens = self._taken_tokens = 0
+        """Of prompts: handed over by other threads, and taken in by the loop's load."""
         core.on_ready(lambda: self._commands.put(_Ready()))
 
     @property
@@ -111,6 +120,7 @@ class EngineLoop(Generic[W]):
         self._thread.start()
 
     def submit(self, work: W) -> None:
+        self._arrived_tokens += work.num_tokens
         self._commands.put(_Arrival(work, monotonic()))
 
     def cancel(self, request_id: str, attempt: int, index: int | None = None) -> None:
@@ -125,9 +135,14 @@ class EngineLoop(Generic[W]):
         self._thread.join(timeout_s)
 
     def load(self) -> Load:
-        """The state after the last round; a thread that hangs or has died shows a growing age."""
+        """The state after the last round, and the prompts that wait for the next one.
+
+        A thread that hangs or has died shows a growing age.
+        """
         age = 0.0 if self._resting and not self._crashed else monotonic() - self._last_round
-        return msgspec.structs.replace(self._load, step_age_s=age)
+        load = self._load
+        waiting = load.waiting_tokens + self._arrived_tokens - self._taken_tokens
+        return msgspec.structs.replace(load, waiting_tokens=max(0, waiting), step_age_s=age)
 
     def _run(self) -> None:
         try:
@@ -168,6 +183,7 @@ class EngineLoop(Generic[W]):
         match command:
             case _Arrival(work, at):
                 self._core.submit(work, at)
+                self._taken_tokens += work.num_tokens
             case Cancel():
                 self._core.cancel(command.request_id, command.attempt, command.index)
             case _GatewayLost(gateway):

@@ -9,9 +9,10 @@ from typing import Protocol, runtime_checkable
 from forebay_shared.models import ModelCard
 from forebay_shared.wire import Encode, Load, Submit
 
+from forebay_worker.engine.cache_log import CacheLog
 from forebay_worker.engine.ports import Emit, Recorder
 
-__all__ = ["Emit", "Encoder", "Engine", "Recorder"]
+__all__ = ["CacheLog", "Emit", "Encoder", "Engine", "Recorder"]
 
 
 class Engine(Protocol):
@@ -23,6 +24,12 @@ class Engine(Protocol):
     @property
     def blobs(self) -> dict[str, bytes]:
         """Content by hash, uncompressed: the tokenizer.json and chat template that `card` names."""
+        ...
+
+    @property
+    def cache_log(self) -> CacheLog | None:
+        """Where it notes each block that enters or leaves its prefix cache, by the hashes of
+        `forebay_shared.blocks`; None for an engine that keeps none, or cannot say."""
         ...
 
     @property

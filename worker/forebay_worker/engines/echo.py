@@ -49,7 +49,8 @@ from forebay_shared.wire import (
 
 from forebay_worker.engine.loop import EngineLoop
 from forebay_worker.engines import echo_vectors
-from forebay_worker.engines.base import Emit, Recorder
+from forebay_worker.engines.base import CacheLog, Emit, Recorder
+from forebay_worker.engines.echo_cache import EchoCache
 from forebay_worker.engines.echo_model import CHAT_TEMPLATE, END, SPACE, SPECIALS, tokenizer_json
 from forebay_worker.engines.echo_vectors import EchoVectors
 from forebay_worker.pooling.core import EncodeCore
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_LEN = 32_768
 BLOCK_SIZE = 16
+PREFILL_TOKENS = 8_192
+"""A step with so many prompt tokens starts no further sequence, where prefill takes time."""
 _GENERATES = frozenset({CAP_GENERATE, CAP_LOGPROBS})
 _CAPABILITIES = {
     "auto": _GENERATES | {CAP_EMBED},
@@ -75,9 +78,9 @@ class _Sequence:
     """
 
     __slots__ = (
-        "alternatives", "arrived", "attempt", "cancelled", "enders", "first_token", "gateway",
-        "index", "last_token", "latest_start", "limit", "min_tokens", "position", "prompt",
-        "request_id", "started",
+        "alternatives", "arrived", "attempt", "cache_salt", "cached", "cancelled", "enders",
+        "first_token", "gateway", "index", "last_token", "latest_start", "limit", "min_tokens",
+        "position", "prompt", "request_id", "started",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +91,8 @@ class _Sequence:
         self.attempt = submit.attempt
         self.gateway = submit.gateway
         self.index = start.index
+        self.cache_salt = submit.cache_salt
+        self.cached = 0
         self.prompt = prompt
         self.position = len(start.emitted) // 4
         self.limit = min(sampling.max_tokens, max_model_len - len(prompt))
@@ -114,15 +119,24 @@ class _Step:
 
     events: list[tuple[str, Reply]] = field(default_factory=list[tuple[str, Reply]])
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     tokens: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
 
 
 class EchoEngine:
-    """Implements the Engine protocol. `echo_delay_ms` is the time of a step."""
+    """Implements the Engine protocol. `echo_delay_ms` is the time of a step; one that starts
+    sequences takes the time of their prefill besides, what is cached left out."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._delay_s = settings.echo_delay_ms / 1000
+        self._prefill_rate = settings.echo_prefill_rate
+        self._prefilling = 0
+        """Tokens that the step under way computes."""
         self._tokenizer = tokenizer_json()
         self._card = self._make_card()
         self._lock = threading.Lock()
@@ -136,6 +150,14 @@ class EchoEngine:
         self._emit: Emit | None = None
         self._recorder: Recorder | None = None
         self._vectors: EngineLoop[Encode] | None = None
+        self._cache_log, self._cache = self._make_cache()
+
+    def _make_cache(self) -> tuple[CacheLog | None, EchoCache | None]:
+        blocks, card = self._settings.echo_cache_blocks, self._card
+        if not blocks:
+            return None, None
+        log = CacheLog()
+        return log, EchoCache(blocks, card.block_size, card.revision, log)
 
     def _make_card(self) -> ModelCard:
         template = CHAT_TEMPLATE.encode()
@@ -165,6 +187,10 @@ class EchoEngine:
         """The tokenizer and the chat template, by content hash."""
         contents = (self._tokenizer, CHAT_TEMPLATE.encode())
         return {content_hash(content): content for content in contents}
+
+    @property
+    def cache_log(self) -> CacheLog | None:
+        return self._cache_log
 
     @property
     def healthy(self) -> bool:
@@ -229,10 +255,12 @@ class EchoEngine:
             return Load(
                 running=len(self._running) + vectors.running,
                 waiting=len(self._waiting) + vectors.waiting,
-                waiting_tokens=sum(len(sequence.prompt) for sequence in self._waiting)
+                waiting_tokens=self._prefilling
+                + sum(len(sequence.prompt) for sequence in self._waiting)
                 + vectors.waiting_tokens,
                 kv_usage=len(self._running) / self._settings.max_num_seqs,
                 step_age_s=time.monotonic() - self._stepped_at if busy else 0.0,
+                prefill_rate=self._prefill_rate,
             )
 
     def stop(self, timeout_s: float) -> None:
@@ -268,6 +296,8 @@ class EchoEngine:
                 step = self._step()
                 if step.events:
                     self._emit(step.events)
+                if self._cache_log is not None:
+                    self._cache_log.flush()
                 if self._delay_s:
                     time.sleep(max(0.0, due - time.monotonic()))
         finally:
@@ -295,6 +325,11 @@ class EchoEngine:
             self._drop_expired(step, now)
             self._start_waiting(step, now)
             running = self._running
+            self._prefilling = step.computed_tokens
+        if self._prefill_rate and step.computed_tokens:
+            time.sleep(step.computed_tokens / self._prefill_rate)
+            now = time.monotonic()
+            self._prefilling = 0
         ended = [sequence for sequence in running if self._advance(sequence, step, now)]
         if ended:
             gone = set(map(id, ended))
@@ -303,8 +338,8 @@ class EchoEngine:
         self._recorder.step(
             prompt_tokens=step.prompt_tokens,
             generation_tokens=step.tokens,
-            prefix_queries=0,
-            prefix_hits=0,
+            prefix_queries=step.prompt_tokens if self._cache is not None else 0,
+            prefix_hits=step.cached_tokens,
             preemptions=0,
             host_s=time.monotonic() - now,
         )
@@ -329,10 +364,17 @@ class EchoEngine:
 
     def _start_waiting(self, step: _Step, now: float) -> None:
         while self._waiting and len(self._running) < self._settings.max_num_seqs:
+            if self._prefill_rate and step.computed_tokens >= PREFILL_TOKENS:
+                break
             sequence = self._waiting.popleft()
             sequence.started = now
+            if self._cache is not None:
+                sequence.cached = self._cache.take(sequence.prompt, sequence.cache_salt)
+                step.cached_tokens += sequence.cached
             queued_ms = (now - sequence.arrived) * 1000
-            started = Started(sequence.request_id, sequence.attempt, sequence.index, 0, queued_ms)
+            started = Started(
+                sequence.request_id, sequence.attempt, sequence.index, sequence.cached, queued_ms
+            )
             step.events.append((sequence.gateway, started))
             step.prompt_tokens += len(sequence.prompt)
             self._running.append(sequence)
@@ -379,7 +421,7 @@ class EchoEngine:
         started = sequence.started or now
         first = sequence.first_token or now
         usage = Usage(
-            len(sequence.prompt), 0, sequence.position,
+            len(sequence.prompt), sequence.cached, sequence.position,
             (started - sequence.arrived) * 1000, (first - started) * 1000, (now - first) * 1000,
         )  # fmt: skip
         done = Done(sequence.request_id, sequence.attempt, sequence.index, reason, token, usage)

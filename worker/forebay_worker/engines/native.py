@@ -11,6 +11,7 @@ from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import Load, Submit
 
 from forebay_worker.checkpoint import resolve
+from forebay_worker.engine.cache_log import CacheLog
 from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.devices import make_runner
 from forebay_worker.engine.grammar import Grammars
@@ -45,6 +46,7 @@ class NativeEngine:
         }
         capabilities = self._card.capabilities | {name for name, can in able.items() if can}
         self._card = msgspec.structs.replace(self._card, capabilities=capabilities)
+        self._cache_log = CacheLog() if settings.enable_prefix_caching else None
         self._loop: EngineLoop[Submit] | None = None
 
     @property
@@ -56,11 +58,15 @@ class NativeEngine:
         return self._blobs
 
     @property
+    def cache_log(self) -> CacheLog | None:
+        return self._cache_log
+
+    @property
     def healthy(self) -> bool:
         """False once the engine's thread has given up; the process should end then."""
         return self._loop is None or self._loop.healthy
 
-    def core(self, recorder: Recorder) -> EngineCore:
+    def core(self, recorder: Recorder, cache_log: CacheLog | None = None) -> EngineCore:
         """A core over the loaded model; there is one KV cache, so one core at a time."""
         return EngineCore(
             self._runner,
@@ -69,11 +75,12 @@ class NativeEngine:
             recorder,
             revision=self._card.revision,
             grammars=self._grammars,
+            cache_log=cache_log,
         )
 
     def start(self, emit: Emit, recorder: Recorder) -> None:
         self._loop = EngineLoop(
-            self.core(recorder), emit, check=self._settings.log_level == "debug"
+            self.core(recorder, self._cache_log), emit, check=self._settings.log_level == "debug"
         )
         self._loop.start()
 
