@@ -26,6 +26,7 @@ from forebay_gateway.api.ports import Services
 from forebay_gateway.api.request_ids import request_id
 from forebay_gateway.api.responses.routes import response_apps, response_routes
 from forebay_gateway.api.responses.service import ResponsesService
+from forebay_gateway.api.tokens import TokensService, tokens_apps
 from forebay_gateway.auth import Keyring
 from forebay_gateway.interpret import Interpreter
 from forebay_gateway.prompt import Renderers
@@ -46,6 +47,7 @@ def create_app(
     interpreter = Interpreter(settings.tool_call_parser, settings.reasoning_parser)
     turns = Turns(backend, renderers, interpreter)
     responses = ResponsesService(turns, settings)
+    admission = Admission(settings.max_concurrent_requests)
 
     async def warm() -> None:
         await renderers.warm(backend.roster.cards())
@@ -58,6 +60,7 @@ def create_app(
             settings.max_body_bytes,
         ),
         **messages_apps(MessagesService(turns), settings.max_body_bytes),
+        **tokens_apps(TokensService(turns), settings.max_body_bytes),
         **response_apps(responses, settings.max_body_bytes),
     }
     routes = Litestar(
@@ -65,7 +68,7 @@ def create_app(
             *post_routes(posts),
             *model_routes(backend.roster),
             *response_routes(responses),
-            *health_routes(backend, draining, warm),
+            *health_routes(backend, draining, warm, lambda: admission.open),
         ],
         exception_handlers={Exception: _answer_error},
         openapi_config=None,
@@ -87,7 +90,7 @@ def create_app(
             teams=backend.teams,
             protect_metrics=settings.protect_metrics,
         ),
-        admission=Admission(settings.max_concurrent_requests),
+        admission=admission,
         telemetry=backend.telemetry,
         allowed_origins=settings.allowed_origins,
         trusted_proxies=settings.trusted_proxy,

@@ -16,7 +16,7 @@ from forebay_shared.errors import AuthenticationError
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.secrets import Token, split
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 METRICS_PATH = "/metrics"
 
 

@@ -66,6 +66,10 @@ class Vocabulary:
         """The bytes of one token; empty for an id that the tokenizer does not know."""
         return self._table[token_id] if token_id < len(self._table) else b""
 
+    def name(self, token_id: int) -> str:
+        """A token as the tokenizer names it; empty for an id that it does not know."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def detokeniser(self, *, skip_special: bool = True, keep: Collection[str] = ()) -> Detokeniser:
         """`keep` names special tokens whose text is needed although the others are skipped."""
         if not skip_special:

@@ -16,12 +16,17 @@ _EXPOSITION = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 def health_routes(
-    backend: Services, draining: Callable[[], bool], warm: Callable[[], Awaitable[None]]
+    backend: Services,
+    draining: Callable[[], bool],
+    warm: Callable[[], Awaitable[None]],
+    load: Callable[[], int],
 ) -> list[HTTPRouteHandler]:
-    """`warm` loads what the first request would have to wait for, so that ready means fast."""
+    """`warm` loads what the first request would have to wait for, so that ready means fast; `load`
+    is how many requests this process works on.
+    """
     about = msgspec.json.encode({"version": version("forebay-gateway")})
 
-    @get("/health")
+    @get(["/health", "/ping"])
     async def health() -> ASGIApp:
         return Answer(b'{"status":"ok"}')
 
@@ -38,9 +43,13 @@ def health_routes(
     async def about_version() -> ASGIApp:
         return Answer(about)
 
+    @get("/load")
+    async def server_load() -> ASGIApp:
+        return Answer(b'{"server_load":%d}' % load())
+
     @get("/metrics")
     async def metrics() -> ASGIApp:
         exposition = await backend.metrics()
         return Answer(exposition.encode(), [(b"content-type", _EXPOSITION)])
 
-    return [health, ready, about_version, metrics]
+    return [health, ready, about_version, server_load, metrics]
