@@ -51,8 +51,9 @@ def test_redis_is_on_no_published_network_and_only_the_front_is_public() -> None
     assert document["networks"]["inner"]["internal"]
     assert document["services"]["redis"]["networks"] == ["inner"]
     published = [name for name, service in document["services"].items() if "ports" in service]
-    assert sorted(published) == ["front", "grafana"]
-    assert document["services"]["grafana"]["ports"][0].startswith("127.0.0.1:")
+    assert sorted(published) == ["front", "grafana", "traces"]
+    for name in ("grafana", "traces"):
+        assert document["services"][name]["ports"][0].startswith("127.0.0.1:")
 
 
 def test_what_compose_mounts_exists_and_secrets_are_those_that_the_script_makes() -> None:
