@@ -42,7 +42,7 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
     sampling.validate(limits.vocab_size)
     _check_support(sampling, limits)
     _check_terms(submit)
-    prompt = _ids(submit.prompt, "prompt", limits.vocab_size)
+    prompt = checked_ids(submit.prompt, "prompt", limits.vocab_size)
     if not prompt:
         raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
     if len(prompt) >= limits.max_model_len:
@@ -81,7 +81,7 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
     for sequence, start in zip(sequences, submit.starts, strict=True):
         if start.emitted:
             sequence.own()
-            sequence.token_ids += _ids(start.emitted, "emitted", limits.vocab_size)
+            sequence.token_ids += checked_ids(start.emitted, "emitted", limits.vocab_size)
     return sequences
 
 
@@ -112,7 +112,8 @@ def _check_choice(sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
         )
 
 
-def _ids(packed: bytes, name: str, vocab_size: int) -> list[int]:
+def checked_ids(packed: bytes, name: str, vocab_size: int) -> list[int]:
+    """Ids off the wire. Raises InvalidRequestError that names the field for foreign ones."""
     try:
         ids = unpack_ids(packed)
     except ValueError:

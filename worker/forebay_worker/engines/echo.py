@@ -44,9 +44,9 @@ from forebay_shared.wire import (
     Submit,
     TokenLogprobs,
     Usage,
-    unpack_ids,
 )
 
+from forebay_worker.engine.intake import checked_ids
 from forebay_worker.engine.loop import EngineLoop
 from forebay_worker.engines import echo_vectors
 from forebay_worker.engines.base import CacheLog, Emit, Recorder
@@ -277,7 +277,7 @@ class EchoEngine:
         if CAP_GENERATE not in self._card.capabilities:
             raise UnsupportedError("This model makes embeddings only.")
         submit.sampling.validate(self._card.vocab_size)
-        prompt = unpack_ids(submit.prompt)
+        prompt = checked_ids(submit.prompt, "prompt", self._card.vocab_size)
         if not prompt or len(prompt) >= self._card.max_model_len:
             raise ContextLengthError(
                 f"The prompt must have between 1 and {self._card.max_model_len - 1} tokens.",

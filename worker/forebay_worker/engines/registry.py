@@ -22,17 +22,32 @@ BUILT_IN = {
 }
 
 
+Factory = Callable[[WorkerSettings], Engine]
+
+
 def build(settings: WorkerSettings) -> Engine:
     """The engine that `settings.engine` names. Raises StartError for an unknown name."""
     return _factory(settings.engine)(settings)
 
 
-def _factory(name: str) -> Callable[[WorkerSettings], Engine]:
+def load_engine(name: str) -> Factory:
+    """What makes the engine of that name, or the one at a place like `package.module:Name`.
+
+    Only a developer's own tool may name a place: a server runs engines that were installed as such.
+    """
+    return _at(name) if ":" in name else _factory(name)
+
+
+def _at(place: str) -> Factory:
+    module, _, attribute = place.partition(":")
+    return cast(Factory, getattr(import_module(module), attribute))
+
+
+def _factory(name: str) -> Factory:
     if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        return cast(Callable[[WorkerSettings], Engine], getattr(import_module(module), attribute))
+        return _at(BUILT_IN[name])
     plugins = entry_points(group=GROUP)
     if name in plugins.names:
-        return cast(Callable[[WorkerSettings], Engine], plugins[name].load())
+        return cast(Factory, plugins[name].load())
     known = ", ".join(sorted({*BUILT_IN, *plugins.names}))
     raise StartError(f"--engine: there is no engine {name!r}; known are {known}.")
