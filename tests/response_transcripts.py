@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 _ITEM_ID = re.compile(r"(msg|fc|rs)_[0-9a-f]{32}o[0-9a-f]{5}")
+LAST = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed")
 _ENDS = {"response.completed", "response.incomplete", "response.failed", "error"}
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx2
 import openai
 import psutil
+import response_transcripts
 from transcripts import check_stream
 
 READY = re.compile(r"forebay ready on (http://\S+)  model (\S+)  key (\S+)\n")
@@ -103,8 +104,13 @@ class CheckedTransport(httpx2.HTTPTransport):
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         response = super().handle_request(request)
-        if response.headers.get("content-type", "").startswith("text/event-stream"):
-            chat = request.url.path.endswith("/chat/completions")
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            return response
+        path = request.url.path
+        if "/responses" in path:
+            response.stream = _CheckedResponse(response.stream, whole=path.endswith("/responses"))
+        else:
+            chat = path.endswith("/chat/completions")
             response.stream = _CheckedStream(response.stream, json.loads(request.content), chat)
         return response
 
@@ -134,6 +140,27 @@ class _CheckedStream(httpx2.SyncByteStream):
                 include_usage=self._asked.get("stream_options", {}).get("include_usage", False),
                 chat=self._chat,
             )
+
+
+class _CheckedResponse(httpx2.SyncByteStream):
+    """The event stream of a response; `whole` when it was read from its first event on."""
+
+    def __init__(self, stream: httpx2.SyncByteStream, *, whole: bool) -> None:
+        self._stream = stream
+        self._whole = whole
+        self._raw = b""
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._stream:
+            self._raw += part
+            yield part
+
+    def close(self) -> None:
+        self._stream.close()
+        last = self._raw.rstrip(b"\n").rpartition(b"\n\n")[2]
+        if self._whole and last.startswith(response_transcripts.LAST):
+            background = b'"type":"response.queued"' in self._raw
+            response_transcripts.check_events(self._raw, background=background)
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -316,6 +316,12 @@ def test_a_format_is_a_grammar_under_this_dialects_name(api: Api) -> None:
         ),
         ("input", {"input": "word " * 3000}),
         ("stop", {"stop": ["x"] * 17}),
+        ("seed", {"seed": 2**64}),
+        ("top_k", {"top_k": 2**63}),
+        ("max_output_tokens", {"max_output_tokens": 2**31}),
+        ("temperature", {"temperature": 1e308}),
+        ("logit_bias", {"logit_bias": {"x": 1}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {str(i): 1 for i in range(33)}}),
         ("previous_response_id", {"previous_response_id": "resp_1"}),
     ],
 )

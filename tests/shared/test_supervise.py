@@ -24,6 +24,26 @@ async def test_tasks_stop_newest_first() -> None:
     assert stopped == ["beacon", "reader", "publisher"]
 
 
+async def test_tasks_may_be_given_time_to_finish() -> None:
+    release = asyncio.Event()
+    done: list[str] = []
+
+    async def work(name: str, until: asyncio.Event) -> None:
+        await until.wait()
+        done.append(name)
+
+    async with Supervisor("test") as tasks:
+        await tasks.finish(60)  # there is nothing to wait for
+        tasks.start("short", work("short", release))
+        asyncio.get_running_loop().call_soon(release.set)
+        await tasks.finish(60)
+        assert done == ["short"]
+        tasks.start("long", work("long", asyncio.Event()))
+        await tasks.finish(0.01)
+        await tasks.finish(0)
+    assert done == ["short"]
+
+
 async def test_a_failed_task_is_told_to_who_waits() -> None:
     async def fail() -> None:
         raise ValueError("broken")

@@ -1,6 +1,6 @@
 -- The responses of one team: kept, changed and forgotten, each step atomic.
 --
--- KEYS: 1 index (sorted set: id -> when it was kept, ms), 2 sizes (hash: id -> bytes, '' -> their
+-- KEYS: 1 index (sorted set: id -> when it was kept, us), 2 sizes (hash: id -> bytes, '' -> their
 -- sum), 3 running (sorted set: id -> when its owner last said that it runs, ms). ARGV: 1 the step,
 -- 2 the prefix of the responses' keys, 3 the prefix of their events' keys, 4 a response's id; then
 -- what the step takes. All keys share one hash tag. A response is a hash: response, input, status,
@@ -11,6 +11,7 @@ local step, prefix, events, id = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local key = prefix .. id
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local now_us = clock[1] * 1000000 + clock[2]
 
 local function live(status)
   return status == 'queued' or status == 'in_progress'
@@ -33,13 +34,13 @@ end
 
 -- Counts a response and makes room for it: what has expired goes, then the oldest.
 local function count(size, ttl, most, bytes)
-  for _, one in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now - ttl, 'LIMIT', 0, 256)) do
+  for _, one in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now_us - ttl * 1000, 'LIMIT', 0, 256)) do
     uncount(one)
   end
   local before = tonumber(redis.call('HGET', sizes, id) or 0)
   redis.call('HSET', sizes, id, size)
   local total = redis.call('HINCRBY', sizes, '', size - before)
-  redis.call('ZADD', index, now, id)
+  redis.call('ZADD', index, now_us, id)
   redis.call('PEXPIRE', key, ttl)
   redis.call('PEXPIRE', sizes, ttl)
   redis.call('PEXPIRE', index, ttl)

@@ -4,30 +4,29 @@ Everything that can be wrong with a request is found here, before any answer beg
 Litestar route and no Redis command.
 """
 
-import asyncio
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable
 
 import msgspec
 from forebay_shared.errors import (
     ContextLengthError,
     ForebayError,
     InvalidRequestError,
-    NotFoundError,
 )
 from forebay_shared.settings import GatewaySettings
 from litestar.types import ASGIApp
 
 from forebay_gateway.api.openai.logprobs import ChatLogprobs
+from forebay_gateway.api.openai.schema import ChatRequest
 from forebay_gateway.api.openai.turns import Turn, Turns
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.api.responses.composer import encode
+from forebay_gateway.api.responses.context import Context, Contexts
 from forebay_gateway.api.responses.follow import FollowedEvents
-from forebay_gateway.api.responses.items import chat_messages, check_calls, checked, home_of
+from forebay_gateway.api.responses.items import chat_messages
 from forebay_gateway.api.responses.runs import BackgroundRuns
-from forebay_gateway.api.responses.schema import Item, ResponsesRequest, decode_request
+from forebay_gateway.api.responses.schema import ResponsesRequest, decode_request
 from forebay_gateway.api.responses.shapes import new_response
 from forebay_gateway.api.responses.store import ResponseStore
 from forebay_gateway.api.responses.translate import chat_request, renamed
@@ -36,25 +35,8 @@ from forebay_gateway.api.responses.writer import ResponseWriter
 from forebay_gateway.api.transcript import Usage
 from forebay_gateway.teams.caller import Caller
 
-MAX_REFERENCES = 64
-"""Responses that the item references of one request may lead to."""
-
-
-class Context(NamedTuple):
-    """What a response answers: its own input, and the whole conversation with it.
-
-    `given` holds the input's items with their ids, references resolved; they are the last of
-    `items`.
-    """
-
-    given: list[Item]
-    items: list[Item]
-
-
-class _Output(msgspec.Struct):
-    """Of a stored response only what it said."""
-
-    output: list[Item] = []
+_NO_ID = "resp_" + "0" * 32
+"""Of what is only counted."""
 
 
 class ResponsesService:
@@ -64,6 +46,7 @@ class ResponsesService:
         services = turns.backend
         self._turns = turns
         self.store = ResponseStore(services.publisher, settings, services.telemetry)
+        self._contexts = Contexts(self.store, turns.renderers)
         self.runs = BackgroundRuns(self.store, services, settings.max_background_responses)
 
     async def create(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
@@ -73,10 +56,10 @@ class ResponsesService:
         stores = self._stores(request)
         response_id = f"resp_{secrets.token_hex(16)}"
         team = caller.team
-        context = await self._context(request, response_id, team)
-        input_ = encode(context.given) if stores else b""
-        self.store.check_size(input_)
-        turn = await self._turn(request, context.items, response_id, caller, size)
+        context = await self._contexts.of(request, response_id, team, size)
+        if stores:
+            self.store.check_size(context.given)
+        turn = await self._turn(request, context, response_id, caller)
         response = new_response(
             request,
             turn.job.sampling,
@@ -90,7 +73,7 @@ class ResponsesService:
         )
         if request.background:
             streams = bool(request.stream)
-            await self.runs.start(team, writer, input_, transcript, streams)
+            await self.runs.start(team, writer, context.given, transcript, streams)
             if streams:
                 return FollowedEvents(self.store, self.runs, team, response_id, 0)
             return Answer(encode(response))
@@ -99,7 +82,9 @@ class ResponsesService:
             writer.settle(usage)
             ended = writer.response
             previous = ended.previous_response_id or ""
-            await self.store.keep(team, ended.id, encode(ended), input_, ended.status, previous)
+            await self.store.keep(
+                team, ended.id, encode(ended), context.given, ended.status, previous
+            )
 
         return self._turns.written(turn.request, transcript, writer, keep if stores else None)
 
@@ -107,10 +92,10 @@ class ResponsesService:
         """How many tokens a request's input is."""
         size = len(body)
         request = await self._turns.renderers.run(lambda: decode_request(body), size)
-        context = await self._context(request, "resp_" + "0" * 32, caller.team)
+        context = await self._contexts.of(request, _NO_ID, caller.team, size)
         try:
             chat = chat_request(request, chat_messages(context.items, request.instructions))
-            rendered = await self._turns.render(chat, caller, size)
+            rendered = await self._turns.render(chat, caller, context.size)
         except ForebayError as error:
             raise renamed(error) from None
         return Answer(encode(_Counted(len(rendered.token_ids))))
@@ -133,78 +118,22 @@ class ResponsesService:
             raise InvalidRequestError("This server stores no responses.", param=param)
         return False
 
-    async def _context(self, request: ResponsesRequest, response_id: str, team: str) -> Context:
-        given = await self._resolved(checked(request.input, response_id), team)
-        before: list[Item] = []
-        if request.previous_response_id is not None:
-            for link in await self.store.chain(team, request.previous_response_id):
-                before += _items(link.input)
-                before += _output(link.response)
-        items = before + given
-        check_calls(items, len(before))
-        return Context(given, items)
-
-    async def _resolved(self, items: list[Item], team: str) -> list[Item]:
-        """The items with each reference replaced by what it refers to."""
-        wanted = {
-            item.id: home_of(item.id)
-            for item in items
-            if item.type == "item_reference" and item.id is not None
-        }
-        if not wanted:
-            return items
-        known = await self._known(wanted.values(), team)
-        resolved = list(items)
-        for index, item in enumerate(items):
-            if item.type == "item_reference":
-                if item.id not in known:
-                    raise NotFoundError(
-                        f"input[{index}].id is no item that is stored.", param=f"input[{index}].id"
-                    )
-                resolved[index] = known[item.id]
-        return resolved
-
-    async def _known(self, homes: Iterable[str | None], team: str) -> dict[str | None, Item]:
-        """All items of some responses, by id; what is not stored is not there."""
-        ids = sorted({home for home in homes if home is not None})
-        if len(ids) > MAX_REFERENCES:
-            raise InvalidRequestError(
-                f"input may refer to items of at most {MAX_REFERENCES} responses.", param="input"
-            )
-        found = await asyncio.gather(
-            *(self.store.read(team, id_) for id_ in ids), return_exceptions=True
-        )
-        known: dict[str | None, Item] = {}
-        for stored in found:
-            if isinstance(stored, NotFoundError):
-                continue
-            if isinstance(stored, BaseException):
-                raise stored
-            for item in (*_items(stored.input), *_output(stored.response)):
-                known[item.id] = item
-        return known
-
     async def _turn(
-        self,
-        request: ResponsesRequest,
-        items: Sequence[Item],
-        response_id: str,
-        caller: Caller,
-        size: int,
+        self, request: ResponsesRequest, context: Context, response_id: str, caller: Caller
     ) -> Turn:
+        items, size = context.items, context.size
+
+        def prepared(chat: ChatRequest) -> Awaitable[Turn]:
+            return self._turns.prepare(chat, answer_id=response_id, caller=caller, size=size)
+
         try:
             chat = chat_request(request, chat_messages(items, request.instructions))
             try:
-                turn = await self._turns.prepare(
-                    chat, answer_id=response_id, caller=caller, size=size
-                )
+                turn = await prepared(chat)
             except ContextLengthError:
                 if request.truncation != "auto":
                     raise
-                chat = await fitting(self._turns, request, items, caller, size)
-                turn = await self._turns.prepare(
-                    chat, answer_id=response_id, caller=caller, size=size
-                )
+                turn = await prepared(await fitting(self._turns, request, items, caller, size))
         except ForebayError as error:
             raise renamed(error) from None
         return _with_own_names(turn)
@@ -213,14 +142,6 @@ class ResponsesService:
 class _Counted(msgspec.Struct):
     input_tokens: int
     object: str = "response.input_tokens"
-
-
-def _items(input_: bytes) -> list[Item]:
-    return msgspec.json.decode(input_, type=list[Item])
-
-
-def _output(response: bytes) -> list[Item]:
-    return msgspec.json.decode(response, type=_Output).output
 
 
 def _logprobs(turn: Turn) -> ChatLogprobs | None:

@@ -34,9 +34,11 @@ MAX_DEPTH = 512
 """Responses behind one another by previous_response_id."""
 MAX_CHAIN_BYTES = 16_777_216
 BEAT_S = 1.0
-SILENCE_S = 15.0
-"""An owner that has been silent for so long is gone: four failed beats and some."""
+SILENCE_S = 10.0
+"""An owner that has been silent for so long is gone: a Redis that restarts is back before."""
 MAX_EVENT_BYTES = 8_388_608
+EVENTS_TTL_S = 3600
+"""Events are for who lost a connection, not for good."""
 
 _ID = re.compile("resp_[0-9a-f]{32}")
 _LOST = ResponseError("server_error", "The gateway that ran this response has gone.")
@@ -163,7 +165,7 @@ class ResponseStore:
         """Appends to the events of a response; the place of each is its sequence number."""
         key = keys.response_events(team, id_)
         added = self._redis.call("RPUSH", key, *events)
-        await self._redis.call("PEXPIRE", key, self._ttl_ms)
+        await self._redis.call("PEXPIRE", key, min(self._ttl_ms, _ms(EVENTS_TTL_S)))
         await added
 
     async def events(self, team: str, id_: str, first: int, most: int) -> list[bytes]:
