@@ -14,7 +14,14 @@ from types import FrameType
 import httptools
 import uvicorn
 from forebay_shared.errors import ForebayError, HeadersTooLargeError, InvalidRequestError
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import (
+    ASGI3Application,
+    ASGIReceiveCallable,
+    ASGISendCallable,
+    ASGISendEvent,
+    Scope,
+)
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import HANDLED_SIGNALS
 
 from forebay_gateway.api.dialects import written
@@ -100,6 +107,11 @@ class Protocol(HttpToolsProtocol):
         self._stop_head_timer()
         super().on_headers_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
     def on_message_complete(self) -> None:
         if not self._upgrades():
             super().on_message_complete()
@@ -158,6 +170,28 @@ class Protocol(HttpToolsProtocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
+
+
+def _without_chunks(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+    """The app for an HTTP/1.0 client, which knows no chunks: what has no length ends with the
+    connection."""
+
+    async def run(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        unknown = False
+
+        async def send_plain(message: ASGISendEvent) -> None:
+            nonlocal unknown
+            if message["type"] == "http.response.start":
+                names = [name for name, _ in message.get("headers", ())]
+                unknown = b"content-length" not in names
+                cycle.chunked_encoding = False if unknown else None
+            elif message["type"] == "http.response.body" and unknown:
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return run
 
 
 class Server(uvicorn.Server):

@@ -10,6 +10,8 @@ from forebay_gateway.api.errors import ClientGoneError
 
 BODY_TIMEOUT_S = 60.0
 
+_CHARSETS = (b"utf-8", b"utf8", b"us-ascii")
+
 
 async def read_json_body(
     headers: Mapping[bytes, bytes], receive: Receive, limit: int
@@ -19,9 +21,9 @@ async def read_json_body(
     Raises MediaTypeError, ClientGoneError and PayloadTooLargeError; a declared length is enough for
     the last.
     """
-    media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media_type != b"application/json":
-        raise MediaTypeError("Content-Type must be application/json.")
+    content_type = headers.get(b"content-type", b"")
+    if content_type != b"application/json":
+        _check_type(content_type)
     if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
         raise MediaTypeError("Content-Encoding is not supported; send the JSON as it is.")
     declared = headers.get(b"content-length")
@@ -32,6 +34,16 @@ async def read_json_body(
             return await _read(receive, limit)
     except TimeoutError:
         raise InvalidRequestError("The body did not arrive in time.") from None
+
+
+def _check_type(content_type: bytes) -> None:
+    media_type, *parameters = content_type.lower().split(b";")
+    if media_type.strip() != b"application/json":
+        raise MediaTypeError("Content-Type must be application/json.")
+    for parameter in parameters:
+        name, _, value = parameter.partition(b"=")
+        if name.strip() == b"charset" and value.strip(b' "\t') not in _CHARSETS:
+            raise MediaTypeError("The charset of Content-Type must be utf-8, as JSON is.")
 
 
 async def _read(receive: Receive, limit: int) -> bytes | bytearray:
