@@ -5,7 +5,10 @@ token. `expected` says what any batching, chunking, caching or preemption must g
 """
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from time import monotonic
+from typing import cast
 
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
@@ -65,12 +68,12 @@ class FakeRunner:
                 continue
             before = self._read(slots[position - 1]) if position else 0
             self.kv[slots[position]] = _kv(before, sequence.token_ids[position], position)
+        if bad:
+            return Sampled(0, corrupt=True)
         scores = [score(self._read(slots[position]), position) for position in row.scored]
         if not row.samples:
             return Sampled(0, scores=scores) if scores else None
         assert end == len(sequence.token_ids)
-        if bad:
-            return Sampled(0, corrupt=True)
         state = _fold([self._read(slot) for slot in slots[:end]])
         token = _pick(state, sequence.seed, end, sequence.banned_ids(), self.vocab_size)
         return Sampled(token, scores=scores)
@@ -80,6 +83,71 @@ class FakeRunner:
         assert kv is not None, "a slot was read before it was written"
         assert kv != NAN, "KV of a corrupt request reached another one"
         return kv
+
+
+@dataclass
+class LateStep:
+    """A launched step: its rows as they were then, and who they are of."""
+
+    runner: "LateRunner"
+    rows: list[ScheduledRow]
+    owners: list[EngineSequence]
+    may_wait: bool
+    values: list[Sampled | None] | None = None
+
+    def results(self) -> list[Sampled | None]:
+        self.runner.compute_until(self)
+        assert self.values is not None
+        return self.values
+
+
+class LateRunner(FakeRunner):
+    """Overlaps as a card does: launched steps are computed in their order, and not before the host
+    waits for one. A token that the host does not know comes from the step before."""
+
+    def __init__(self, *sizes: int, **named: int) -> None:
+        super().__init__(*sizes, **named)
+        self.launches = 0
+        self._queue: list[LateStep] = []
+        self._sampled: dict[EngineSequence, int] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._queue)
+
+    def launch(self, rows: list[ScheduledRow]) -> LateStep:
+        owners = [cast(EngineSequence, row.sequence) for row in rows]
+        waits = any(each.sampling.bad_words or each.banned_ids() for each in owners)
+        frozen = [
+            replace(row, sequence=_frozen(owner)) for row, owner in zip(rows, owners, strict=True)
+        ]
+        step = LateStep(self, frozen, owners, may_wait=not waits)
+        self._queue.append(step)
+        self.launches += 1
+        return step
+
+    def compute_until(self, last: LateStep) -> None:
+        while last.values is None:
+            step = self._queue.pop(0)
+            for row, owner in zip(step.rows, step.owners, strict=True):
+                if row.sequence.num_computed == len(row.sequence.token_ids):
+                    row.sequence.token_ids.append(self._sampled[owner])
+            try:
+                step.values = self.execute(step.rows)
+            except Exception:
+                self._queue.clear()  # an error takes along what was launched behind it
+                raise
+            self._sampled = {
+                owner: each.token_id
+                for owner, each in zip(step.owners, step.values, strict=True)
+                if each is not None
+            }
+
+
+def _frozen(sequence: EngineSequence) -> EngineSequence:
+    copied = copy(sequence)
+    copied.token_ids, copied.block_table = list(sequence.token_ids), list(sequence.block_table)
+    return copied
 
 
 def _kv(before: int, token: int, position: int) -> int:

@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"tie_word_embeddings": False},
 }
 DTYPES = ["float32", "bfloat16"] if ON_CARD else ["float32"]
-STEPS = 24 if ON_CARD else 2
+STEPS = 24 if ON_CARD else 3
 LENGTHS = (5, 70, 1, 33, 64) if ON_CARD else (5, 66, 1)
 GREEDY = SamplingParams(temperature=0)
 MIXED = (
@@ -85,6 +85,38 @@ def directory(family: str, at: Path) -> Path:
     raw = {"model_type": family, **_SIZES, **FAMILIES[family]}
     (at / "config.json").write_text(json.dumps(raw))
     return at
+
+
+def late(
+    runner: CardRunner, texts: list[list[int]], each: tuple[SamplingParams, ...], leaves: int = 0
+) -> list[list[int]]:
+    """Prefills all rows, then launches each step before the last one's tokens are taken; row 0
+    leaves after `leaves` steps, if any, and the others move together."""
+    rows = [
+        make_sequence(text, [3 * at, 3 * at + 2, 3 * at + 1], sampling)
+        for at, (text, sampling) in enumerate(zip(texts, each, strict=True))
+    ]
+    flights = []
+
+    def land() -> None:
+        plan, launched = flights.pop(0)
+        for row, sampled in zip(plan, launched.results(), strict=True):
+            assert sampled is not None
+            assert not sampled.corrupt
+            row.sequence.token_ids.append(sampled.token_id)
+
+    for step in range(STEPS):
+        here = [row for row in rows if not (leaves and step >= leaves and row is rows[0])]
+        sizes = [len(row.token_ids) if step == 0 else 1 for row in here]
+        plan = [ScheduledRow(row, size, True) for row, size in zip(here, sizes, strict=True)]
+        plan.sort(key=lambda row: row.num_new > 1)
+        flights.append((plan, runner.launch(plan)))
+        for row in plan:
+            row.sequence.num_computed += row.num_new
+        if len(flights) == 2:
+            land()
+    land()
+    return [row.token_ids[row.num_prompt :] for row in rows]
 
 
 def make_runner(path: Path, dtype: str, *, graphs: bool = True) -> CardRunner:
@@ -197,6 +229,23 @@ def test_batch_chunks_and_graphs_change_no_token(tmp_path: Path) -> None:
         assert decode(runner, [texts[at]], (each[at],)) == [whole[at]]
     if ON_CARD:
         assert decode(make_runner(path, "float32", graphs=False), texts, each) == whole
+
+
+def test_steps_that_overlap_change_no_token(tmp_path: Path) -> None:
+    runner = make_runner(directory("qwen3", tmp_path), "float32")
+    texts, each = prompts(), (*MIXED[:4], GREEDY)[: len(LENGTHS)]
+    whole = decode(runner, texts, each)
+    assert late(runner, texts, each) == whole
+    gone = late(runner, texts, each, leaves=STEPS - 1)
+    assert gone == [whole[0][: STEPS - 1], *whole[1:]]
+
+
+def test_a_token_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    runner = make_runner(directory("qwen3", tmp_path), "float32", graphs=False)
+    row = make_sequence([1, 2, 3], [0], GREEDY)
+    row.num_computed = 3
+    with pytest.raises(ValueError, match="neither known nor sampled"):
+        runner.launch([ScheduledRow(row, 1, True)])
 
 
 def test_a_prefix_in_the_cache_is_as_good_as_a_prefill(tmp_path: Path) -> None:

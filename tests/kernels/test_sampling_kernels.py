@@ -1,4 +1,4 @@
-"""Sampling, noise and the slot table on the device."""
+"""Sampling, noise and token feedback on the device."""
 
 import math
 
@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from forebay_worker.kernels import noise, sampling
+from forebay_worker.kernels.feedback import take_tokens
 from forebay_worker.kernels.sampling import SamplingRows, make_scratch, sample
-from forebay_worker.kernels.slots import DecodeInputs, SlotTable, feed_back, prepare_decode
 
 
 @triton.jit
@@ -130,29 +130,9 @@ def test_frequencies_follow_the_softmax(device: torch.device) -> None:
     assert float((share - logits[0].softmax(-1).cpu()).abs().max()) < spread
 
 
-def test_a_slot_table_carries_a_step_into_the_next(device: torch.device) -> None:
-    table = SlotTable(
-        torch.tensor([0, 11, 12, 13], device=device),
-        torch.tensor([0, 15, 16, 40], device=device),
-        torch.tensor([[0, 0, 0], [5, 9, 0], [6, 2, 0], [1, 3, 8]], dtype=torch.int32).to(device),
-    )
-    slots = torch.tensor([3, 1, 0], dtype=torch.int32, device=device)
-    inputs = DecodeInputs(
-        *(torch.full((3,), -9, dtype=torch.int64, device=device) for _ in range(3)),
-        torch.full((3,), -9, dtype=torch.int32, device=device),
-    )
-    prepare_decode(table, slots, inputs, 16)
-    assert inputs.token_ids.tolist() == [13, 11, 0]
-    assert inputs.positions.tolist() == [40, 15, 0]
-    assert inputs.kv_slots.tolist() == [8 * 16 + 8, 5 * 16 + 15, -1]
-    assert inputs.kv_lens.tolist() == [41, 16, 0]
-
-    ring = torch.full((2, 4), -1, device=device)
-    step = torch.tensor([5], device=device)
-    feed_back(table, slots, torch.tensor([70, 71, 72], device=device), ring, step)
-    assert table.last_token.tolist() == [0, 71, 12, 70]
-    assert table.length.tolist() == [0, 16, 16, 41]
-    assert ring.tolist() == [[-1, -1, -1, -1], [70, 71, 72, -1]]
-    assert step.tolist() == [6]
-    prepare_decode(table, slots, inputs, 16)
-    assert inputs.kv_slots.tolist() == [8 * 16 + 9, 9 * 16, -1]
+def test_only_unknown_tokens_come_from_the_last_step(device: torch.device) -> None:
+    token_ids = torch.tensor([7, -1, -1, 0, -1], device=device)
+    tokens = torch.tensor([70, 71, 72, 73], device=device)
+    sources = torch.tensor([0, 3, 0, 1], dtype=torch.int32, device=device)
+    take_tokens(token_ids, tokens, sources)
+    assert token_ids.tolist() == [7, 73, 70, 0, -1]

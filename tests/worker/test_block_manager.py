@@ -21,7 +21,7 @@ def admit(blocks: BlockManager, tokens: list[int], salt: str = "") -> tuple[Sequ
 
 def compute(blocks: BlockManager, sequence: Sequence) -> None:
     sequence.num_computed = len(sequence.token_ids)
-    blocks.publish(sequence)
+    blocks.publish(sequence, sequence.num_computed)
 
 
 def cached(blocks: BlockManager, tokens: list[int], salt: str = "") -> int:
@@ -58,7 +58,7 @@ def test_a_block_is_no_hit_before_its_kv_is_computed() -> None:
     first, _ = admit(blocks, list(range(12)))
     assert cached(blocks, list(range(12))) == 0
     first.num_computed = 7
-    blocks.publish(first)
+    blocks.publish(first, first.num_computed)
     assert cached(blocks, list(range(12))) == 4
 
 

@@ -5,7 +5,15 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 
 import pytest
-from engine_fakes import EOS, FakeRunner, expected, expected_scores, make_core, make_submit
+from engine_fakes import (
+    EOS,
+    FakeRunner,
+    LateRunner,
+    expected,
+    expected_scores,
+    make_core,
+    make_submit,
+)
 from forebay_shared.blocks import chain
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import Delta, Done, Failed, PromptLogprobs, Started, TokenLogprobs
@@ -43,6 +51,8 @@ def colliding_chain(_: bytes, token_ids: list[int], block_size: int) -> Iterator
 class EngineMachine(RuleBasedStateMachine):
     """A core over the fake model, with clients that come, go and are resumed."""
 
+    new_runner: Callable[..., FakeRunner] = FakeRunner
+
     @initialize(
         pool_tokens=st.integers(30, 100),
         block_size=st.integers(1, 5),
@@ -64,7 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("forebay_worker.engine.block_manager.chain", hashing)
-        self.runner = FakeRunner(pool_tokens // block_size, block_size, max_model_len=48)
+        self.runner = self.new_runner(pool_tokens // block_size, block_size, max_model_len=48)
         self.faults = faults
         self.core = make_core(
             self.runner,
@@ -246,3 +256,31 @@ class EngineMachine(RuleBasedStateMachine):
 
 EngineMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestEngineMachine = EngineMachine.TestCase
+
+
+class OverlappingMachine(EngineMachine):
+    """The same clients of a runner that is one step behind the host."""
+
+    new_runner = LateRunner
+    runner: LateRunner
+
+    @precondition(lambda self: self.faults and not self.core.idle)
+    @rule()
+    def break_one_step(self) -> None:
+        self.runner.failures = 1
+        while self.runner.failures and not self.core.idle:
+            self.core.step()
+        self.runner.failures = 0
+        self.broken.update(row.sequence.request_id for row in self.runner.batches[-1])
+        self.read()
+
+    def step(self) -> None:
+        before, idle = len(self.runner.batches) + self.runner.launches, self.core.idle
+        self.core.step()
+        after = len(self.runner.batches) + self.runner.launches
+        assert idle or after > before, "a step without progress"
+        assert self.runner.in_flight <= 1, "a third step must not be launched"
+
+
+OverlappingMachine.TestCase.settings = EngineMachine.TestCase.settings
+TestOverlappingMachine = OverlappingMachine.TestCase

@@ -31,7 +31,7 @@ class Bench:
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             sequence.started_at = 0.0
             sequence.num_computed += row.num_new
-            self.blocks.publish(sequence)
+            self.blocks.publish(sequence, sequence.num_computed)
             if row.samples:
                 sequence.token_ids.append(1000 + len(sequence.token_ids))
         self.blocks.check_integrity(self.scheduler.running)

@@ -21,7 +21,8 @@ class SequenceState(Protocol):
 
     `token_ids` is the prompt and then the output so far; `num_computed` counts the positions whose
     KV the cache holds before the step; `block_table` covers all positions up to the step's last.
-    `seed` is already mixed with the sequence's index.
+    `seed` is already mixed with the sequence's index. Where a step is launched before the last one
+    has landed, the token at `num_computed` may not be in `token_ids` yet: the runner has it.
     """
 
     @property
@@ -75,6 +76,30 @@ class Sampled:
     corrupt: bool = False
     starved: bool = False
     scores: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+
+
+class Launched(Protocol):
+    """A step on its way."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the next step may be launched before these results are taken."""
+        ...
+
+    def results(self) -> list[Sampled | None]:
+        """Waits for the step; one result per row, None where the row does not sample."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class Ready:
+    """A step that was computed at once."""
+
+    values: list[Sampled | None]
+    may_wait: bool = False
+
+    def results(self) -> list[Sampled | None]:
+        return self.values
 
 
 @dataclass(slots=True)

@@ -128,10 +128,11 @@ class BlockManager:
             sequence.block_table.append(self._take())
         return True
 
-    def publish(self, sequence: Sequence) -> None:
-        """Lets others reuse the full blocks of `sequence` whose KV has been computed."""
+    def publish(self, sequence: Sequence, num_computed: int) -> None:
+        """Lets others reuse the full blocks of `sequence` among its first `num_computed` positions,
+        whose KV has been computed and whose tokens are known."""
         size = self.block_size
-        full = sequence.num_computed // size
+        full = num_computed // size
         if full == sequence.num_published or not self._caching:
             return
         self._extend_hashes(sequence)

@@ -29,6 +29,7 @@ from forebay_worker.engine.block_manager import BlockManager
 from forebay_worker.engine.cache_log import CacheLog
 from forebay_worker.engine.grammar import Grammars, Preparation
 from forebay_worker.engine.intake import Limits, sequences_of
+from forebay_worker.engine.pipeline import Flight, Pipeline
 from forebay_worker.engine.ports import Event, Recorder, Runner
 from forebay_worker.engine.rates import Rates
 from forebay_worker.engine.replies import Key
@@ -85,7 +86,7 @@ class EngineCore:
             max_num_seqs=settings.max_num_seqs,
             token_budget=settings.max_num_batched_tokens or runner.token_budget,
         )
-        self._runner = runner
+        self._pipeline = Pipeline(runner)
         self._limits = limits
         self._recorder = recorder
         self._grammars = grammars
@@ -101,12 +102,12 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._preparing
+        return self.scheduler.idle and not self._preparing and not self._pipeline
 
     @property
     def stalled(self) -> bool:
         """Whether all that is left waits for its grammar."""
-        return self.scheduler.idle and bool(self._preparing)
+        return self.scheduler.idle and bool(self._preparing) and not self._pipeline
 
     @property
     def healthy(self) -> bool:
@@ -190,19 +191,31 @@ class EngineCore:
             self._fail(request, error)
 
     def step(self) -> None:
-        """One round. A failed step fails its requests; the engine is ready for the next one."""
-        began = monotonic()
+        """One round: plans and launches a step, and lands those that are due: the last one, which
+        ran meanwhile, or this very one. A failed step fails its requests; the engine is ready for
+        the next one."""
+        began, waited = monotonic(), self._pipeline.runner_s
         self.wait_for_grammar(0)
         self._drop_expired(began)
+        if self._pipeline and self.scheduler.is_tight:
+            self._land(began, waited)  # only what has landed can be preempted
+            began, waited = monotonic(), self._pipeline.runner_s
         plan = self.scheduler.schedule()
-        if not plan.rows:
-            return
-        self._announce(plan, began)
-        called = monotonic()
+        if plan.rows:
+            self._announce(plan, began)
+            self._pipeline.launch(plan)
+        elif self._pipeline:
+            self._land(began, waited)
+        while self._pipeline.due:
+            self._land(began, waited)
+
+    def _land(self, began: float, waited: float) -> None:
+        """Takes in the oldest step. The host's time in it: since `began`, less the runner's, which
+        then stood at `waited`."""
+        plan = self._pipeline.oldest()
         try:
-            results = self._execute(plan)
-            now = monotonic()
-            counted = self._settle_all(plan, results, now)
+            flight, results = self._pipeline.land()
+            counted = self._settle_all(flight, results, monotonic())
         except Exception:
             _log.exception("a step of %d rows failed", len(plan.rows))
             self._failed_steps += 1
@@ -211,8 +224,9 @@ class EngineCore:
         self._failed_steps = 0
         decoded = sum(row.num_new == 1 for row in plan.rows)
         prefilled = sum(row.num_new for row in plan.rows) - decoded
-        self._rates.step(prefilled=prefilled, decoded=decoded, seconds=now - called)
-        self._record(plan, counted, host_s=called - began + monotonic() - now)
+        self._rates.step(prefilled=prefilled, decoded=decoded, seconds=flight.seconds)
+        host_s = monotonic() - began - (self._pipeline.runner_s - waited)
+        self._record(plan, counted, host_s)
 
     def _admit(self, submit: Submit, key: Key, arrived: float) -> Request:
         if self._num_queued >= self._max_queued:
@@ -297,44 +311,24 @@ class EngineCore:
             self._num_queued -= 1
         self._events.append((sequence.gateway, replies.started(sequence, now)))
 
-    def _execute(self, plan: Plan) -> list[Sampled | None]:
-        """Runs the step. When that raises, each row is tried alone, so that a bad row fails alone
-        and a passing fault harms nobody.
-
-        Raises what the last row raised when not one succeeds. With several rows that is the
-        engine's fault and another worker may do better; a lone row is not sent to fail elsewhere.
-        """
-        try:
-            return self._runner.execute(plan.rows)
-        except Exception:
-            _log.exception("a step of %d rows failed; each row is tried alone", len(plan.rows))
-        results: list[Sampled | None] = []
-        failed = 0
-        for row in plan.rows:
-            try:
-                results += self._runner.execute([row])
-            except Exception:
-                failed += 1
-                if failed == len(plan.rows):
-                    raise
-                results.append(Sampled(0, corrupt=True))
-        return results
-
-    def _settle_all(self, plan: Plan, results: list[Sampled | None], now: float) -> tuple[int, int]:
+    def _settle_all(
+        self, flight: Flight, results: list[Sampled | None], now: float
+    ) -> tuple[int, int]:
         """Applies a step's results; prompt tokens of finished prefills and tokens generated."""
         prompt_tokens = generated = 0
-        for sequence, row, sampled in zip(plan.sequences, plan.rows, results, strict=True):
+        for (sequence, row), end, sampled in zip(
+            flight.plan.pairs(), flight.ends, results, strict=True
+        ):
             if sequence.ended:
-                continue  # a sibling failed in this very step
+                continue  # by a cancel, a sibling's failure, or a stop that the launch foresaw not
             if sampled is not None and sampled.corrupt:
                 request = self._requests[sequence.request_id, sequence.attempt]
                 self._fail(request, _fault(sequence, sampled))
                 continue
-            sequence.num_computed += row.num_new
-            self.blocks.publish(sequence)
+            self.blocks.publish(sequence, end)
             if sampled is not None and row.scored:
                 self._take_scores(sequence, row.scored, sampled)
-            if sequence.num_computed < len(sequence.token_ids):
+            if end < len(sequence.token_ids):
                 continue
             prompt_tokens += sequence.num_prompt if sequence.first_token_at is None else 0
             if sampled is not None and row.samples:

@@ -4,11 +4,11 @@ Protocols and types only.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from forebay_shared.wire import Reply
 
-from forebay_worker.engine.batch import Sampled, ScheduledRow
+from forebay_worker.engine.batch import Launched, Sampled, ScheduledRow
 
 Event = tuple[str, Reply]
 """A message and the gateway incarnation that it is for."""
@@ -73,3 +73,14 @@ class Runner(Protocol):
     def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
         """One result per row, None where the row neither samples nor scores."""
         ...
+
+
+@runtime_checkable
+class OverlappingRunner(Runner, Protocol):
+    """A runner that computes on its own, so that the host can prepare the next step meanwhile.
+
+    Steps run in the order of their launch. A decode row's token may be unknown to the host when it
+    is launched; then the launch before this one samples it, and the runner takes it from there.
+    """
+
+    def launch(self, rows: list[ScheduledRow]) -> Launched: ...

@@ -10,6 +10,7 @@ running gives way and is computed again later. The first never does: something a
 """
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from forebay_worker.engine.batch import ScheduledRow
@@ -40,7 +41,7 @@ class Plan:
     scored: int = 0
 
     def add(self, sequence: Sequence, num_new: int) -> None:
-        at_end = sequence.num_computed + num_new == len(sequence.token_ids)
+        at_end = sequence.num_computed + num_new == sequence.length
         scored = sequence.to_score(num_new)
         self.scored += len(scored)
         self.sequences.append(sequence)
@@ -50,11 +51,15 @@ class Plan:
         """As many of `num_new` tokens as the step may score, if it scores those of `sequence`."""
         return min(num_new, max(1, MAX_SCORED - self.scored)) if sequence.is_scoring else num_new
 
+    def pairs(self) -> Iterable[tuple[Sequence, ScheduledRow]]:
+        return zip(self.sequences, self.rows, strict=True)
+
 
 class Scheduler:
     """Queues and the token budget.
 
     At most `token_budget` sequences run, so that each of them gets at least one token per step.
+    While a step is in flight `schedule` must not be called when it `is_tight`.
     """
 
     def __init__(self, blocks: BlockManager, *, max_num_seqs: int, token_budget: int) -> None:
@@ -73,8 +78,17 @@ class Scheduler:
     @property
     def tokens_to_prefill(self) -> int:
         """Uncached prompt tokens that are still to be computed, waiting and running."""
-        running = (len(sequence.token_ids) - sequence.num_computed for sequence in self.running)
+        running = (sequence.length - sequence.num_computed for sequence in self.running)
         return self.waiting.tokens + sum(rest for rest in running if rest > 1)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the next step may have to preempt one that runs, for want of a block."""
+        free, size = self._blocks.num_free, self._blocks.block_size
+        if free >= len(self.running):
+            return False
+        growing = (each for each in self.running if each.length > len(each.block_table) * size)
+        return sum(1 for _ in growing) > free
 
     def add(self, sequence: Sequence, *, follows: bool = False) -> None:
         """Queues a new sequence; the pool must be able to hold `sequence.limit` tokens.
@@ -111,8 +125,11 @@ class Scheduler:
         while at < len(self.running):
             sequence = self.running[at]
             after = len(self.running) - at - 1
-            num_new = min(len(sequence.token_ids) - sequence.num_computed, budget - after)
-            num_new = plan.bound(sequence, num_new)
+            rest = sequence.length - sequence.num_computed
+            if rest == 0 or (sequence.num_pending and sequence.length >= sequence.limit):
+                at += 1  # its last token is on the way
+                continue
+            num_new = plan.bound(sequence, min(rest, budget - after))
             if not self._make_room(sequence, plan):
                 break
             self._give(plan, sequence, num_new)
@@ -122,7 +139,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, plan: Plan) -> bool:
         """Blocks for its next token, if need be the last one's; False when it gave way itself."""
-        while not self._blocks.grow(sequence, len(sequence.token_ids)):
+        while not self._blocks.grow(sequence, sequence.length):
             victim = self.running[-1]
             self._preempt(victim)
             plan.preemptions += 1
@@ -131,6 +148,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not sequence.num_pending, "what has not landed cannot be computed again"
         self.running.remove(sequence)
         self._blocks.release(sequence)
         sequence.preempted = True

@@ -42,6 +42,7 @@ class Sequence:
         serial: place in the order of arrival, unique in one engine.
         arrived: seconds on the monotonic clock, as all times here.
         block_table, block_hashes, num_computed, num_published, chain: the block manager's.
+        num_pending: tokens that launched steps sample and that are not in `token_ids` yet.
         num_served: positions that its team has been charged for; the waiting queue's.
         queued_tokens: tokens that it would have to prefill, for the load report.
         matcher: where its output is in its grammar, if it has one.
@@ -69,6 +70,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list[int])
     block_hashes: list[bytes] = field(default_factory=list[bytes])
     num_computed: int = 0
+    num_pending: int = 0
     num_published: int = 0
     chain: int | str = ""
     num_served: int = 0
@@ -85,6 +87,11 @@ class Sequence:
     ended: bool = False
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Of `token_ids`, once all that has been launched is in."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output(self) -> int:
