@@ -19,7 +19,7 @@ from forebay_worker.engine.card_runner import CardRunner
 from forebay_worker.engine.noise import gumbel
 from forebay_worker.engine.sequence import Sequence
 from forebay_worker.kernels import card, reference
-from forebay_worker.kernels.decode_attention import DEFAULT, make_plan
+from forebay_worker.kernels.decode_attention import DEFAULT
 from forebay_worker.kernels.reference import KvCache, Step
 from forebay_worker.kernels.sampling import make_scratch
 from forebay_worker.models.config import ModelError
@@ -65,7 +65,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after another: a few do."""
     if not ON_CARD:
         config = DEFAULT._replace(programs=6)
-        monkeypatch.setattr(card, "make_plan", partial(make_plan, config=config))
+        monkeypatch.setattr(card, "config_for", lambda rows: config)
         monkeypatch.setattr(card_sampling, "make_scratch", partial(make_scratch, programs=8))
 
 

@@ -7,7 +7,7 @@ import torch
 from forebay_worker.kernels import reference
 from forebay_worker.kernels.norm_rope_store import norm_rope_store
 from forebay_worker.kernels.reference import KvCache, Step
-from forebay_worker.kernels.rms_norm import add_rms_norm, rms_norm
+from forebay_worker.kernels.rms_norm import rms_norm
 from forebay_worker.kernels.silu_mul import silu_mul
 
 # Two roundings of bfloat16 apart at most, relative to the largest value.
@@ -22,15 +22,12 @@ def assert_close(out: torch.Tensor, ref: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [576, 1024, 100])
-def test_norms_agree_with_the_reference(
+def test_rms_norm_agrees_with_the_reference(
     dtype: torch.dtype, hidden: int, device: torch.device
 ) -> None:
-    x, residual = torch.randn(2, 5, hidden, device=device).to(dtype)
+    x = torch.randn(5, hidden, device=device).to(dtype)
     weight = torch.rand(hidden, device=device).to(dtype)
     assert_close(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
-    normed, total = reference.add_rms_norm(x, residual, weight, 1e-6)
-    assert_close(add_rms_norm(x, residual, weight, 1e-6, out=x), normed)
-    assert_close(residual, total)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

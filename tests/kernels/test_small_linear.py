@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from forebay_worker.kernels.small_linear import LinearConfig, make_scratch, small_linear
+from forebay_worker.kernels import reference
+from forebay_worker.kernels.small_linear import (
+    LinearConfig,
+    Norm,
+    make_scratch,
+    make_squares,
+    small_linear,
+)
 from torch.nn import functional
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -24,4 +31,30 @@ def test_small_linear_agrees_with_torch(
         out = torch.full((rows, 72), torch.nan, dtype=dtype, device=device)
         small_linear(x, weight, out, scratch, config)
         assert float((out.double() - ref).norm() / ref.norm()) < TOLERANCE[dtype]
+    assert not scratch.arrivals.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "splits"), [(1, 1), (19, 3)])
+def test_norm_gate_and_residual_are_those_of_the_layers(
+    dtype: torch.dtype, rows: int, splits: int, device: torch.device
+) -> None:
+    x = torch.randn(rows, 120, device=device).to(dtype)
+    residual = (torch.randn(rows, 200, device=device) * 3).to(dtype)
+    down = (torch.randn(200, 120, device=device) / 11).to(dtype)
+    gate_up = (torch.randn(144, 200, device=device) / 14).to(dtype)
+    config = LinearConfig(tile_n=32, tile_k=64, splits=splits)
+    scratch, gate_scratch = (make_scratch(each, config, device) for each in (200, 144))
+    squares = make_squares(200, config, device)
+    total = residual.double() + functional.linear(x.double(), down.double())
+    ones = torch.ones(200, device=device, dtype=torch.float64)
+    ref = reference.norm_gate_up(total, ones, 1e-6, gate_up.double())
+    for _ in range(2):
+        added = residual.clone()
+        small_linear(x, down, added, scratch, config, add=True, squares=squares)
+        assert float((added.double() - total).norm() / total.norm()) < TOLERANCE[dtype]
+        gated = torch.full((rows, 72), torch.nan, dtype=dtype, device=device)
+        norm = Norm(squares, len(squares), 1e-6)
+        small_linear(added, gate_up, gated, gate_scratch, config, norm=norm, gate=True)
+        assert float((gated.double() - ref).norm() / ref.norm()) < 2 * TOLERANCE[dtype]
     assert not scratch.arrivals.any()

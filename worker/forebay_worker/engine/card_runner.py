@@ -27,7 +27,7 @@ from forebay_worker.engine.loading import GIB, dtype_of
 from forebay_worker.kernels.card import CardOps
 from forebay_worker.kernels.reference import KvCache
 from forebay_worker.models.config import ModelConfig, ModelError
-from forebay_worker.models.decoder import Decoder
+from forebay_worker.models.decoder import Decoder, fold_norms
 from forebay_worker.models.registry import read_config
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,9 @@ class CardRunner:
     def _load(self, checkpoint: Path, settings: WorkerSettings) -> None:
         config = self.config
         weights = loading.load(checkpoint, config, settings, self._dtype, self._device)
-        self._ops = CardOps(config.num_heads, config.num_kv_heads, config.head_dim, self._device)
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        fold_norms(config, weights)
+        self._ops = CardOps(*heads, self._device, folded=True)
         self._decoder = Decoder(config, weights, self._ops, self.max_model_len)
         rows = self._most_rows + MOST_CHUNKS
         self._sampler = CardSampler(rows, self.vocab_size, self._dtype, self._device)

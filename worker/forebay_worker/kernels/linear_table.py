@@ -24,7 +24,9 @@ from forebay_worker.kernels.small_linear import (
 
 ROWS = (1, 16, 32, 64)  # a size stands for those below it, down to the one before
 _PROGRAMS = 128  # about one per multiprocessor
-_LAUNCH_US = 1.5  # what a launch after another kernel costs, and one after an own kernel does not
+_LAUNCH_US = 2.5
+"""What a launch after another kernel costs, and one after an own kernel does not, and the norm,
+gate or sum that an own kernel does on the way."""
 _MOST_BYTES = 1e9  # of one shape's weights: twenty times the L2 cache of an H200
 _REPLAYS = 5
 

@@ -57,17 +57,35 @@ def linear(
     return product if out is None else out.copy_(product)
 
 
+def norm_linear(
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """linear(rms_norm(x))."""
+    return linear(rms_norm(x, gain, eps), weight, bias, out)
+
+
+def norm_gate_up(
+    x: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """silu_mul(linear(rms_norm(x))): the first half of a gated MLP."""
+    return silu_mul(norm_linear(x, gain, eps, weight, bias))
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual + linear(x); may overwrite the residual."""
+    return residual + linear(x, weight, bias)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual)."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -6,6 +6,14 @@ A decode step multiplies 1 to 64 rows by every weight. The rows fill one tile, a
 along n and along k into enough programs to keep the whole card loading. The programs of an n tile
 leave float32 partial sums; the one that arrives last adds them in order, so the result does not
 depend on who that is.
+
+What stands before and after a product in a layer is done on the way, since a launch alone costs
+some 2 us, as much as such a product:
+
+    add:  out = out + x @ weight^T, the residual in place; its squares are summed up for a norm
+    norm: out = x @ weight^T / sqrt(mean(x^2) + eps), of an x whose squares have been summed up so;
+          a norm's gain is a factor of the weight's columns, which `decoder.fold_norms` puts there
+    gate: weight holds the gate's rows and then those of up:  out = silu(gate) * up
 """
 
 from typing import NamedTuple
@@ -16,6 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+
+MOST_ROWS = 64
 
 
 class LinearConfig(NamedTuple):
@@ -35,21 +45,62 @@ class LinearScratch(NamedTuple):
     arrivals: Tensor
 
 
+class Norm(NamedTuple):
+    """RMS norm of the input, whose squares are in the first `tiles` rows of `squares`."""
+
+    squares: Tensor
+    tiles: int
+    eps: float
+
+
 def make_scratch(columns: int, config: LinearConfig, device: torch.device) -> LinearScratch:
-    """Scratch for up to 64 rows and `columns` outputs; launches in one stream may share it."""
+    """Scratch for up to 64 rows and a weight of `columns` rows; launches in one stream may share
+    it."""
     tiles = triton.cdiv(columns, config.tile_n)
-    size = config.splits * tiles * config.tile_n * 64 if config.splits > 1 else 1
+    size = config.splits * tiles * config.tile_n * MOST_ROWS if config.splits > 1 else 1
     return LinearScratch(
         torch.empty(size, dtype=torch.float32, device=device),
         torch.zeros(tiles, dtype=torch.int32, device=device),
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+def make_squares(columns: int, config: LinearConfig, device: torch.device) -> Tensor:
+    """For the squares of `columns` outputs: [tiles, 64] float32, a row for each tile's part."""
+    tiles = triton.cdiv(columns, config.tile_n)
+    return torch.zeros((tiles, MOST_ROWS), dtype=torch.float32, device=device)
+
+
+@triton.jit
+def _finish(
+    acc, up, scale, to, squares, keep,
+    NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr,
+):  # fmt: skip
+    """Stores the output tile of whole sums, rounded wherever the layers' own code rounds."""
+    kind = to.dtype.element_ty
+    if NORM:
+        acc = acc * scale[:, None]
+        up = up * scale[:, None]
+    if GATE:
+        gate = acc.to(kind).to(tl.float32)
+        silu = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32)
+        acc = silu * up.to(kind).to(tl.float32)
+    if ADD:
+        before = tl.load(to, mask=keep, other=0.0)
+        acc = acc.to(kind).to(tl.float32) + before.to(tl.float32)
+    rounded = acc.to(kind)
+    tl.store(to, rounded, mask=keep)
+    if SQUARES:
+        wide = tl.where(keep, rounded.to(tl.float32), 0.0)
+        tl.store(squares, tl.sum(wide * wide, 1))
+
+
+@triton.jit(do_not_specialize=["rows", "norm_tiles"])
 def _small_linear_kernel(
-    out, x, weight, partial, arrivals, rows, columns, depth, stride_x, stride_w, stride_out,
+    out, x, weight, partial, arrivals, squares_in, squares_out,
+    rows, columns, depth, norm_tiles, eps, stride_x, stride_w, stride_out,
     M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr,
+    MOST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -61,47 +112,81 @@ def _small_linear_kernel(
     first = split * span
     last = tl.minimum(first + span, depth)
     acc = tl.zeros((M, TILE_N), tl.float32)
+    up = tl.zeros((M, TILE_N), tl.float32)
     x_row = x + row[:, None] * stride_x
     w_row = weight + column[None, :].to(tl.int64) * stride_w
+    up_row = w_row + columns.to(tl.int64) * stride_w
     wait_for_inputs(OVERLAP)
+    scale = tl.zeros((M,), tl.float32)
+    if NORM > 0:
+        part = tl.arange(0, NORM)
+        at = squares_in + part[:, None] * MOST + row[None, :]
+        square = tl.load(at, mask=(part < norm_tiles)[:, None], other=0.0)
+        scale = tl.rsqrt(tl.sum(square, 0) / depth + eps)
     for start in tl.range(first, last, TILE_K):
         k = start + tl.arange(0, TILE_K)
         w = tl.load(w_row + k[:, None], mask=(k < depth)[:, None] & known, other=0.0)
         a = tl.load(x_row + k[None, :], mask=inside & (k < depth)[None, :], other=0.0)
         acc = tl.dot(a, w, acc, input_precision="ieee")
+        if GATE:
+            u = tl.load(up_row + k[:, None], mask=(k < depth)[:, None] & known, other=0.0)
+            up = tl.dot(a, u, up, input_precision="ieee")
     to = out + row[:, None] * stride_out + column[None, :]
     keep = inside & known
+    own_squares = squares_out + tile * MOST + row
     if SPLITS == 1:
-        tl.store(to, acc.to(out.dtype.element_ty), mask=keep)
+        _finish(acc, up, scale, to, own_squares, keep, NORM > 0, GATE, ADD, SQUARES)
     else:
+        PARTS: tl.constexpr = 2 if GATE else 1
         cell = row[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
-        own = partial + tile * (SPLITS * M * TILE_N)
-        tl.store(own + split * (M * TILE_N) + cell, acc, mask=inside)
+        own = partial + tile * (SPLITS * PARTS * M * TILE_N) + cell
+        mine = own + split * (PARTS * M * TILE_N)
+        tl.store(mine, acc, mask=inside)
+        if GATE:
+            tl.store(mine + M * TILE_N, up, mask=inside)
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
-            total = tl.zeros((M, TILE_N), tl.float32)
+            acc = tl.zeros((M, TILE_N), tl.float32)
+            up = tl.zeros((M, TILE_N), tl.float32)
             for each in tl.static_range(SPLITS):
-                part = own + each * (M * TILE_N) + cell
-                total += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(to, total.to(out.dtype.element_ty), mask=keep)
+                part = own + each * (PARTS * M * TILE_N)
+                acc += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
+                if GATE:
+                    up += tl.load(part + M * TILE_N, mask=inside, other=0.0, cache_modifier=".cg")
+            _finish(acc, up, scale, to, own_squares, keep, NORM > 0, GATE, ADD, SQUARES)
             tl.store(arrivals + tile, 0)
 
 
 def small_linear(
-    x: Tensor, weight: Tensor, out: Tensor, scratch: LinearScratch, config: LinearConfig
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scratch: LinearScratch,
+    config: LinearConfig,
+    *,
+    norm: Norm | None = None,
+    gate: bool = False,
+    add: bool = False,
+    squares: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K] @ weight [N, K]^T, written to `out` [M, N]; M is at most 64, rows are contiguous.
+    """x [M, K] @ weight [N, K]^T into `out` [M, N], or [M, N / 2] with `gate`; M is at most 64,
+    rows are contiguous.
 
-    `scratch` is of this N and config, and of no launch that may run at the same time.
+    `add` adds to what is in `out`. `squares`, of `make_squares`, takes the sums of the outputs'
+    squares. `scratch` is of this N and config, and of no launch that may run at the same time.
     """
     rows, depth = x.shape
-    columns = weight.shape[0]
-    _small_linear_kernel[(triton.cdiv(columns, config.tile_n), config.splits)](
-        out, x, weight, *scratch, rows, columns, depth,
+    columns, tile = out.shape[1], config.tile_n // (2 if gate else 1)
+    overlap = overlaps(x.device)
+    _small_linear_kernel[(triton.cdiv(columns, tile), config.splits)](
+        out, x, weight, *scratch, norm.squares if norm else x, x if squares is None else squares,
+        rows, columns, depth, norm.tiles if norm else 0, norm.eps if norm else 0.0,
         x.stride(0), weight.stride(0), out.stride(0),
-        M=max(16, triton.next_power_of_2(rows)), TILE_N=config.tile_n, TILE_K=config.tile_k,
-        SPLITS=config.splits, num_warps=config.num_warps, num_stages=config.num_stages,
-        OVERLAP=overlaps(x.device), launch_pdl=overlaps(x.device),
+        M=max(16, triton.next_power_of_2(rows)), TILE_N=tile, TILE_K=config.tile_k,
+        SPLITS=config.splits, NORM=triton.next_power_of_2(norm.tiles) if norm else 0,
+        GATE=gate, ADD=add, SQUARES=squares is not None, MOST=MOST_ROWS,
+        OVERLAP=overlap, launch_pdl=overlap,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from forebay_worker.kernels.reference import KvCache, Step
 from forebay_worker.layers.linear import Linear
+from forebay_worker.layers.norm import RmsNorm
 from forebay_worker.layers.ops import Ops
 
 
@@ -13,6 +14,7 @@ from forebay_worker.layers.ops import Ops
 class Attention:
     """q_norm and k_norm are [head_dim] weights, or None. cos_sin is `rope.cos_sin_table`."""
 
+    norm: RmsNorm
     qkv: Linear
     output: Linear
     q_norm: Tensor | None
@@ -21,8 +23,8 @@ class Attention:
     cos_sin: Tensor
     ops: Ops
 
-    def __call__(self, x: Tensor, step: Step, cache: KvCache) -> Tensor:
-        q = self.ops.rope_store(
-            self.qkv(x), step, self.cos_sin, cache, self.q_norm, self.k_norm, self.eps
-        )
-        return self.output(self.ops.paged_attention(q, step, cache))
+    def __call__(self, residual: Tensor, step: Step, cache: KvCache) -> Tensor:
+        """The residual after this block, perhaps in place."""
+        qkv = self.qkv.of_norm(self.norm, residual)
+        q = self.ops.rope_store(qkv, step, self.cos_sin, cache, self.q_norm, self.k_norm, self.eps)
+        return self.output.added(self.ops.paged_attention(q, step, cache), residual)

@@ -1,9 +1,13 @@
-"""Linear: x @ weight.T + bias, by whatever product the ops choose for its shape."""
+"""Linear: x @ weight.T + bias, with the norm before it or the residual after it.
+
+Both are the ops' to do, since a card does them in the product itself where rows are few.
+"""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from forebay_worker.layers.norm import RmsNorm
 from forebay_worker.layers.ops import Ops
 
 
@@ -15,6 +19,14 @@ class Linear:
     bias: Tensor | None
     ops: Ops
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, out]; written to `out` where that is given."""
-        return self.ops.linear(x, self.weight, self.bias, out)
+    def of_norm(self, norm: RmsNorm, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, out] of the normed x; written to `out` where that is given."""
+        return self.ops.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
+
+    def of_norm_gated(self, norm: RmsNorm, x: Tensor) -> Tensor:
+        """[T, out / 2]: SiLU of the first half times the second."""
+        return self.ops.norm_gate_up(x, norm.weight, norm.eps, self.weight, self.bias)
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The residual with the product added, perhaps in place."""
+        return self.ops.linear_add(x, self.weight, self.bias, residual)

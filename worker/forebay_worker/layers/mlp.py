@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forebay_worker.layers.linear import Linear
-from forebay_worker.layers.ops import Ops
+from forebay_worker.layers.norm import RmsNorm
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
+    norm: RmsNorm
     gate_up: Linear
     down: Linear
-    ops: Ops
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+    def __call__(self, residual: Tensor) -> Tensor:
+        """The residual after this block, perhaps in place."""
+        return self.down.added(self.gate_up.of_norm_gated(self.norm, residual), residual)

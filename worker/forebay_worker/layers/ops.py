@@ -14,20 +14,22 @@ class Ops(Protocol):
     """`kernels.reference` has the shapes and formulas."""
 
     @staticmethod
-    def linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    def norm_linear(
+        x: Tensor,
+        gain: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor: ...
 
     @staticmethod
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def norm_gate_up(
+        x: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor: ...
 
     @staticmethod
-    def add_rms_norm(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
-
-    @staticmethod
-    def silu_mul(gate_up: Tensor) -> Tensor: ...
+    def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor: ...
 
     @staticmethod
     def rope_store(

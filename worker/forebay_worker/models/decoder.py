@@ -79,11 +79,23 @@ def _linear(
         yield Parameter(f"{name}.bias", tuple(f"{part}.bias" for part in parts), sizes)
 
 
+def fold_norms(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    """Moves the gains of the layers' norms into the products after them, in place: gain * x @ W^T
+    is x @ (W * gain)^T. The norms' own gains become 1."""
+    for layer in range(config.num_layers):
+        at = f"model.layers.{layer}"
+        for norm, product in (
+            ("input_layernorm", "self_attn.qkv"),
+            ("post_attention_layernorm", "mlp.gate_up"),
+        ):
+            gain = weights[f"{at}.{norm}.weight"]
+            weights[f"{at}.{product}.weight"].mul_(gain)
+            gain.fill_(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    attention_norm: RmsNorm
     attention: Attention
-    mlp_norm: RmsNorm
     mlp: Mlp
 
 
@@ -100,7 +112,7 @@ class Decoder:
             _layer(config, weights, f"model.layers.{layer}", cos_sin, ops)
             for layer in range(config.num_layers)
         ]
-        self._norm = RmsNorm(weights[FINAL_NORM], config.norm_eps, ops)
+        self._norm = RmsNorm(weights[FINAL_NORM], config.norm_eps)
         self._head = Linear(weights[EMBEDDING if config.tied_embeddings else HEAD], None, ops)
 
     def __call__(self, step: Step, cache: KvCache) -> Tensor:
@@ -111,20 +123,14 @@ class Decoder:
     def logits(self, step: Step, cache: KvCache, out: Tensor | None = None) -> Tensor:
         """The same in the type of the weights, written to `out` where that is given."""
         hidden = self._forward(step, cache)
-        return self._head(self._norm(hidden[step.logits_at]), out)
+        return self._head.of_norm(self._norm, hidden[step.logits_at], out)
 
     def _forward(self, step: Step, cache: KvCache) -> Tensor:
         hidden = functional.embedding(step.token_ids, self._embedding)
-        residual: Tensor | None = None
         for number, layer in enumerate(self._layers):
-            if residual is None:
-                hidden, residual = layer.attention_norm(hidden), hidden
-            else:
-                hidden, residual = layer.attention_norm.add(hidden, residual)
             hidden = layer.attention(hidden, step, cache.layer(number))
-            hidden, residual = layer.mlp_norm.add(hidden, residual)
             hidden = layer.mlp(hidden)
-        return hidden if residual is None else hidden + residual
+        return hidden
 
 
 def _layer(
@@ -134,9 +140,10 @@ def _layer(
         return Linear(weights[f"{at}.{name}.weight"], weights.get(f"{at}.{name}.bias"), ops)
 
     def norm(name: str) -> RmsNorm:
-        return RmsNorm(weights[f"{at}.{name}.weight"], config.norm_eps, ops)
+        return RmsNorm(weights[f"{at}.{name}.weight"], config.norm_eps)
 
     attention = Attention(
+        norm=norm("input_layernorm"),
         qkv=linear("self_attn.qkv"),
         output=linear("self_attn.o_proj"),
         q_norm=weights.get(f"{at}.self_attn.q_norm.weight"),
@@ -145,8 +152,8 @@ def _layer(
         cos_sin=cos_sin,
         ops=ops,
     )
-    mlp = Mlp(linear("mlp.gate_up"), linear("mlp.down_proj"), ops)
-    return Layer(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)
+    mlp = Mlp(norm("post_attention_layernorm"), linear("mlp.gate_up"), linear("mlp.down_proj"))
+    return Layer(attention, mlp)
 
 
 def cos_sin_table(config: ModelConfig, positions: int) -> Tensor:
