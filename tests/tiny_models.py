@@ -46,10 +46,16 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
 }
 
 
-def make_model(variant: str, directory: Path) -> transformers.PreTrainedModel:
-    """Saves a random model of the variant, every bias and norm drawn too, and returns it."""
+def make_model(variant: str, directory: Path, **changes: Any) -> transformers.PreTrainedModel:
+    """Saves a random model of the variant, every bias and norm drawn too, and returns it.
+
+    `changes` are of its config.
+    """
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(VARIANTS[variant](), dtype=torch.float32)
+    config = VARIANTS[variant]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(weight, 0, 0.5)

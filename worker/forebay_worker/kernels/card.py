@@ -32,7 +32,8 @@ from forebay_worker.kernels.small_linear import (
 )
 
 _GATED_ROWS = 16
-"""Most rows whose gate is applied within the product: two sums of 32 rows fill the registers (a step
+"""Most rows whose gate is applied within the product: two sums of 32 rows fill the registers (a
+step
 of 32 rows of Qwen3-8B took 7.2 ms with it, 5.9 without)."""
 
 
