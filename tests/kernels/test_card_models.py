@@ -1,4 +1,4 @@
-"""On a card: each family's logits are those of transformers in float32, in chunks and in batches."""
+"""On a card: each family's logits are those of transformers in float32, in chunks and batches."""
 
 from pathlib import Path
 

@@ -119,10 +119,13 @@ def _small_linear_kernel(
     wait_for_inputs(OVERLAP)
     scale = tl.zeros((M,), tl.float32)
     if NORM > 0:
-        part = tl.arange(0, NORM)
-        at = squares_in + part[:, None] * MOST + row[None, :]
-        square = tl.load(at, mask=(part < norm_tiles)[:, None], other=0.0)
-        scale = tl.rsqrt(tl.sum(square, 0) / depth + eps)
+        of_tile = tl.arange(0, NORM)
+        squares = tl.load(
+            squares_in + of_tile[:, None] * MOST + row[None, :],
+            mask=(of_tile < norm_tiles)[:, None],
+            other=0.0,
+        )
+        scale = tl.rsqrt(tl.sum(squares, 0) / depth + eps)
     for start in tl.range(first, last, TILE_K):
         k = start + tl.arange(0, TILE_K)
         w = tl.load(w_row + k[:, None], mask=(k < depth)[:, None] & known, other=0.0)
