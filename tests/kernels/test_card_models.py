@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs 
 LENGTHS = (1, 7, 30, 64, 65, 100)
 WHOLE = SamplingParams(temperature=0, logprobs=VOCAB)
 # Of a log-probability: rounding of sums over 48 to 96 terms of either type.
-TOLERANCE = {"float32": 2e-4, "float16": 0.06, "bfloat16": 0.5}
+TOLERANCE = {"float32": 2e-4, "float16": 0.1, "bfloat16": 0.5}
 
 
 def distribution(found: TokenLogprobs) -> torch.Tensor:

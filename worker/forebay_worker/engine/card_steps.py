@@ -93,7 +93,7 @@ class CardSteps:
             self._compute(shape, arrays)  # compiles what this shape needs
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._compute(shape, arrays)
             self._graphs[shape] = layout, graph.replay
         self._decode_shapes, self._mixed_shapes = decodes, mixed
