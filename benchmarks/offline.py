@@ -21,6 +21,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 
 import torch
+from forebay_shared import collector
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import Done, Failed, SequenceStart, Submit, pack_ids
@@ -176,6 +177,13 @@ class Bench:
         yield self.measured("1024x1024+128", "tok/s", 1024 * 128 / seconds, seconds)
 
 
+def medians(case: Callable[[], Iterator[Measured]], rounds: int) -> Iterator[Measured]:
+    """Of each of the case's figures; one round after another."""
+    runs = [list(case()) for _ in range(rounds)]
+    for same in zip(*runs, strict=True):
+        yield sorted(same, key=lambda each: each.value)[rounds // 2]
+
+
 def random_ids(count: int) -> Prompt:
     return [random.randrange(10, 49_000) for _ in range(count)]
 
@@ -184,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
     parser.add_argument("--cases", default="decode,prefill,mixed,many", help="or none: only start")
+    parser.add_argument("--rounds", type=int, default=1, help="of each case; medians are written")
     parser.add_argument("--out", required=True, help="CSV file to write")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
@@ -199,6 +208,7 @@ def main() -> None:
         enable_prefix_caching=False,
     )
     bench = Bench(args.model, settings)
+    collector.calm()  # as the worker does
     print("start", round(bench.start_s, 1), "s", flush=True)
     cases: dict[str, Callable[[], Iterator[Measured]]] = {
         "decode": bench.decode,
@@ -209,10 +219,11 @@ def main() -> None:
     source = provenance()
     with open(args.out, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["model", "case", "unit", "value", "seconds", "host_us", *source])
+        writer.writerow(["model", "case", "unit", "value", "seconds", "host_us", "rounds", *source])
         for name in [] if args.cases == "none" else args.cases.split(","):
-            for each in cases[name]():
+            for each in medians(cases[name], args.rounds):
                 row = [args.model, each.case, each.unit, each.value, each.seconds, each.host_us]
+                row.append(args.rounds)
                 writer.writerow([*row, *source.values()])
                 file.flush()
                 print(*row, flush=True)

@@ -10,7 +10,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import uvloop
-from forebay_shared import keys
+from forebay_shared import collector, keys
 from forebay_shared.bus import Publisher
 from forebay_shared.logs import configure_logging
 from forebay_shared.reader import Reader
@@ -39,6 +39,7 @@ def run(settings: WorkerSettings) -> int:
     """Runs one worker process; returns its exit code. Raises StartError before anything runs."""
     configure_logging(settings.log_level, "worker")
     engine = build(settings)
+    collector.calm()
     try:
         with (
             opened(settings.otlp_traces_endpoint, "forebay-worker") as tracing,
