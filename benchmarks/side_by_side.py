@@ -153,7 +153,7 @@ def _compare_choice(label: str, theirs: Json, mine: Json, report: Report) -> Non
         report.differs(f"{label}: ids differ from {at}: {ids} and {my_ids}", "")
         return
     report.count("tokens", len(ids))
-    # vLLM lists the token that ends a turn among the log-probabilities; a client never sees it here.
+    # vLLM lists the token that ends a turn as well, which no client of ours sees.
     pairs = zip(_logprobs(theirs), _logprobs(mine), strict=False)
     for at, ((logprob, top), (other, other_top)) in enumerate(pairs):
         if not _close(logprob, other):

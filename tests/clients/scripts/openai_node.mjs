@@ -274,6 +274,7 @@ await main({
       input: WEATHER_QUESTION,
       tools: [{ type: "function", name: "get_weather", parameters, strict: true }],
       tool_choice: "required",
+      parallel_tool_calls: false,
       temperature: 0,
       max_output_tokens: 60,
     };

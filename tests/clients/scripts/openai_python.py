@@ -403,7 +403,8 @@ def responses_stream_helper() -> None:
 @scenario
 def responses_tools() -> None:
     ask = {"model": MODEL, "input": WEATHER_QUESTION["content"], "tools": [FLAT_TOOL]}
-    ask |= {"tool_choice": "required", "temperature": 0, "max_output_tokens": 60}
+    ask |= {"tool_choice": "required", "parallel_tool_calls": False}
+    ask |= {"temperature": 0, "max_output_tokens": 60}
     response = client.responses.create(**ask)
     (call,) = [item for item in response.output if item.type == "function_call"]
     check(call.name == "get_weather", call)
