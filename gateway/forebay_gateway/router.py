@@ -67,11 +67,8 @@ class Choice(NamedTuple, Generic[C]):
     reason: PickReason
 
 
-class _Option(NamedTuple, Generic[C]):
-    score: float
-    wait_s: float
-    worker: C
-    cached_tokens: int
+_Option = tuple[float, float, C, int]
+"""Score, wait in seconds, worker, cached tokens: a plain tuple, as a choice makes dozens."""
 
 
 def pick(
@@ -101,30 +98,34 @@ def pick(
     start = tie % len(able)
     empty = [(worker, 0) for worker in able[start:] + able[:start]]
     options = _options([*holders, *empty], prompt_tokens, keep)
-    limit = min(option.wait_s for option in options) + tau_s
-    best = min((o for o in options if o.wait_s <= limit), key=_score)
+    limit = min(option[1] for option in options) + tau_s
+    best = min((option for option in options if option[1] <= limit), key=_score)
     most = max((cached for _, cached in holders), default=0)
-    reason = "load" if not most else "prefix" if best.cached_tokens == most else "spread"
-    return Choice(best.worker, best.cached_tokens, reason)
+    reason = "load" if not most else "prefix" if best[3] == most else "spread"
+    return Choice(best[2], best[3], reason)
 
 
 def _options(held: list[tuple[C, int]], prompt_tokens: int, keep: float) -> list[_Option[C]]:
-    prefill = _typical([worker.prefill_rate for worker, _ in held], PREFILL_RATE)
-    decode = _typical([worker.decode_rate for worker, _ in held], DECODE_RATE)
+    prefill = [worker.prefill_rate for worker, _ in held]
+    decode = [worker.decode_rate for worker, _ in held]
+    if 0 in prefill:
+        prefill = _filled(prefill, PREFILL_RATE)
+    if 0 in decode:
+        decode = _filled(decode, DECODE_RATE)
     options: list[_Option[C]] = []
-    for worker, cached in held:
-        rate = worker.prefill_rate or prefill
-        wait_s = worker.queued_tokens / rate + worker.busy / (worker.decode_rate or decode)
+    for (worker, cached), rate, steps in zip(held, prefill, decode, strict=True):
+        wait_s = worker.queued_tokens / rate + worker.busy / steps
         score = wait_s + keep * (prompt_tokens - cached) / rate
-        options.append(_Option(score, wait_s, worker, cached))
+        options.append((score, wait_s, worker, cached))
     return options
 
 
 def _score(option: _Option[C]) -> float:
-    return option.score
+    return option[0]
 
 
-def _typical(rates: list[float], default: float) -> float:
-    """The mean of what is known: what an unmeasured worker is taken for."""
+def _filled(rates: list[float], default: float) -> list[float]:
+    """Those that are not known taken for the mean of those that are."""
     known = [rate for rate in rates if rate > 0]
-    return sum(known) / len(known) if known else default
+    typical = sum(known) / len(known) if known else default
+    return [rate or typical for rate in rates]

@@ -15,10 +15,10 @@ from forebay_shared.telemetry import GatewayMetrics
 from forebay_gateway.prefix_index import Chain, PrefixIndex, Tier
 from forebay_gateway.router import Candidate, Choice, pick
 
-SAMPLE = 64
+SAMPLE = 32
 """Workers that stand for all of a larger fleet; the least loaded of so many is close to the least
 of all."""
-MAX_HOLDERS = 32
+MAX_HOLDERS = 16
 """Holders that are looked at, those of the longest prefixes first."""
 
 
