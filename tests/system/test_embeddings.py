@@ -2,6 +2,7 @@
 
 import base64
 import math
+import operator
 from array import array
 from collections.abc import Iterator
 
@@ -198,6 +199,20 @@ def test_a_ranking_puts_the_nearest_first(http: httpx.Client, path: str) -> None
     ):
         refused = post(http, path, **fields)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), fields
+
+
+def test_a_real_model_ranks_by_meaning() -> None:
+    with starting() as start:
+        server = start("minilm").wait_ready(120)
+        assert server.model == "all-minilm-l6-v2"
+        with server.client() as client:
+            texts = ["A cat sleeps.", "A kitten naps.", "The bank raised its rates."]
+            answer = client.embeddings.create(model=server.model, input=texts)
+            cat, kitten, bank = (item.embedding for item in answer.data)
+            near = sum(map(operator.mul, cat, kitten))
+            far = sum(map(operator.mul, cat, bank))
+        assert near > 0.5 > far
+        assert answer.usage.total_tokens == 21
 
 
 def test_what_was_made_is_counted(http: httpx.Client, server: Serve) -> None:

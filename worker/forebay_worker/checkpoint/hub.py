@@ -15,6 +15,9 @@ NEEDED = [
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "modules.json",
+    "sentence_bert_config.json",
+    "*/config.json",  # of the modules that pool
 ]
 
 

@@ -1,12 +1,13 @@
-"""From safetensors to the decoder's packed parameters; every flaw of a file is one line.
+"""From safetensors to a model's packed parameters; every flaw of a file is one line.
 
-It knows files and `models.decoder.parameters`, not what the parameters compute.
+It knows files and lists of parameters, not what the parameters compute.
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,37 @@ DERIVED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 def load(
     directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: bool
 ) -> dict[str, Tensor]:
-    """The packed parameters by name. Raises ModelError that names the first bad file or tensor."""
+    """The decoder's packed parameters by name. Raises ModelError that names the first bad file or
+    tensor."""
+    # A tied head may be stored all the same.
+    optional = ("lm_head.weight",) if config.tied_embeddings else ()
+    wanted = list(parameters(config))
+    return load_parameters(
+        directory, wanted, dtype, device, progress, family=config.family, unused=optional
+    )
+
+
+def load_parameters(
+    directory: Path,
+    wanted: list[Parameter],
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool,
+    *,
+    family: str,
+    unused: Iterable[str] = (),
+    known_as: Callable[[str], str] = str,
+) -> dict[str, Tensor]:
+    """The packed parameters `wanted`, by name. `unused` are names, or ends of names, that may be
+    stored beside them; `known_as` gives a stored tensor the name that it has in `wanted`.
+
+    Raises ModelError that names the first bad file or tensor.
+    """
     with ExitStack() as stack:
-        tensors = _open(directory, stack)
-        wanted = list(parameters(config))
-        _check_names(tensors, wanted, config)
+        tensors = {
+            known_as(name): _Tensor(name, file) for name, file in _open(directory, stack).items()
+        }
+        _check_names(tensors, wanted, family, (*unused, *DERIVED))
         with tqdm(
             total=sum(_numel(parameter.shape) for parameter in wanted) * dtype.itemsize,
             desc="loading weights",
@@ -73,6 +100,17 @@ def stored_dtype(directory: Path) -> torch.dtype:
     if len(kinds) != 1:
         return torch.float32
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kinds.pop(), torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor where it is stored, under the name that it has there."""
+
+    name: str
+    file: "_File"
+
+    def read(self) -> Tensor:
+        return self.file.read(self.name)
 
 
 class _File:
@@ -121,25 +159,25 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, _File]:
     return held
 
 
-def _check_names(held: Iterable[str], wanted: list[Parameter], config: ModelConfig) -> None:
+def _check_names(
+    held: Iterable[str], wanted: list[Parameter], family: str, unused: tuple[str, ...]
+) -> None:
     have = set(held)
     need = [part for parameter in wanted for part in parameter.parts]
     for name in need:
         if name not in have:
             raise ModelError(f"The checkpoint lacks tensor {name}.")
-    # A tied head may be stored all the same.
-    optional = {"lm_head.weight"} if config.tied_embeddings else set[str]()
-    for name in sorted(have - set(need) - optional):
-        if not name.endswith(DERIVED):
-            raise ModelError(f"The checkpoint holds tensor {name}, which {config.family} lacks.")
+    for name in sorted(have - set(need)):
+        if not name.endswith(unused):
+            raise ModelError(f"The checkpoint holds tensor {name}, which {family} lacks.")
 
 
 def _pack(
-    tensors: dict[str, _File], parameter: Parameter, dtype: torch.dtype, device: torch.device
+    tensors: dict[str, _Tensor], parameter: Parameter, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     packed = torch.empty(parameter.shape, dtype=dtype, device=device)
     for name, target in zip(parameter.parts, _split(packed, parameter), strict=True):
-        source = tensors[name].read(name)
+        source = tensors[name].read()
         if source.shape != target.shape:
             raise ModelError(
                 f"Tensor {name} has shape {list(source.shape)}, not {list(target.shape)}."

@@ -18,9 +18,22 @@ from forebay_worker.engine.grammar import Grammars
 from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.loop import EngineLoop
 from forebay_worker.engine.ports import Emit, Recorder
+from forebay_worker.engines.base import Engine
 from forebay_worker.engines.card import ModelFiles
 
 _log = logging.getLogger(__name__)
+
+
+def build(settings: WorkerSettings) -> Engine:
+    """The engine of a model that generates, or that of one that pools, as `--runner` says; auto: as
+    the model's files say. Raises StartError when the model cannot be used as asked."""
+    from forebay_worker.engines.pooling import PoolingEngine, is_pooled
+
+    if settings.runner == "generate":
+        return NativeEngine(settings)
+    if settings.runner == "pooling" or is_pooled(resolve(settings.model)):
+        return PoolingEngine(settings)
+    return NativeEngine(settings)
 
 
 class NativeEngine:

@@ -17,7 +17,7 @@ from forebay_worker.engines.base import Engine
 GROUP = "forebay.engines"
 
 BUILT_IN = {
-    "native": "forebay_worker.engines.native:NativeEngine",
+    "native": "forebay_worker.engines.native:build",
     "echo": "forebay_worker.engines.echo:EchoEngine",
 }
 

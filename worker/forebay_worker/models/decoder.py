@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from forebay_worker.kernels import reference
 from forebay_worker.kernels.reference import KvCache, Step
 from forebay_worker.layers import rope
 from forebay_worker.layers.attention import Attention
@@ -124,6 +125,11 @@ class Decoder:
         """The same in the type of the weights, written to `out` where that is given."""
         hidden = self._forward(step, cache)
         return self._head.of_norm(self._norm, hidden[step.logits_at], out)
+
+    def states(self, step: Step, cache: KvCache) -> Tensor:
+        """The final states, normed, of the tokens that `step.logits_at` names: [S, hidden]."""
+        hidden = self._forward(step, cache)
+        return reference.rms_norm(hidden[step.logits_at], self._norm.weight, self._norm.eps)
 
     def _forward(self, step: Step, cache: KvCache) -> Tensor:
         hidden = functional.embedding(step.token_ids, self._embedding)
