@@ -29,11 +29,10 @@ def build(settings: WorkerSettings) -> Engine:
     the model's files say. Raises StartError when the model cannot be used as asked."""
     from forebay_worker.engines.pooling import PoolingEngine, is_pooled
 
-    if settings.runner == "generate":
-        return NativeEngine(settings)
-    if settings.runner == "pooling" or is_pooled(resolve(settings.model)):
-        return PoolingEngine(settings)
-    return NativeEngine(settings)
+    pools = settings.runner == "pooling"
+    if settings.runner == "auto":
+        pools = is_pooled(resolve(settings.model, weights=settings.load_format != "dummy"))
+    return PoolingEngine(settings) if pools else NativeEngine(settings)
 
 
 class NativeEngine:
