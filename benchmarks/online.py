@@ -109,6 +109,7 @@ def measure(url: str, case: Case, seed: int) -> Figures:
             *("--random-input-len", str(case.input_len)),
             *("--random-output-len", str(case.output_len)),
             *("--num-prompts", str(case.requests), "--max-concurrency", str(case.concurrency)),
+            *("--seed", str(seed)),
             *("--save-result", "--result-filename", str(result)),
         ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -158,8 +159,8 @@ def main() -> None:
 
 def _rounds(url: str, cases: list[Case], rounds: int) -> Iterator[tuple[Case, Figures]]:
     measure(url, cases[0], 0)
-    for case in cases:
-        runs = [measure(url, case, 1 + number) for number in range(rounds)]
+    for at, case in enumerate(cases):
+        runs = [measure(url, case, 1 + at * rounds + number) for number in range(rounds)]
         medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         shown = ", ".join(f"{name} {value:,.1f}" for name, value in medians.items())
         print(f"{case.input_len}/{case.output_len} c={case.concurrency}: {shown}", flush=True)
