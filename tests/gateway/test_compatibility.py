@@ -121,6 +121,12 @@ RESPONSES = Endpoint(
         "chat_template_kwargs": {"a": 1},
         "cache_salt": "mine",
         "priority": 1,
+        "min_tokens": 1,
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["x"],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "enable_thinking": False,
     },
     with_={"stream_options": {"stream": True}, "background": {"store": True}},
 )

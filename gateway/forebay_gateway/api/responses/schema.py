@@ -13,6 +13,7 @@ from forebay_shared.sampling import MAX_LOGPROBS
 from msgspec import Meta
 
 from forebay_gateway.api.decoding import decode
+from forebay_gateway.api.openai import refused
 from forebay_gateway.api.openai.schema import Count, Effort, Penalty, TokenId
 from forebay_gateway.api.openai.structured import StructuredOutputs
 
@@ -112,17 +113,57 @@ class PromptCacheOptions(msgspec.Struct, frozen=True):
     prewarm: bool | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that would change the answer and that nothing here honours: null or refused."""
+class Elsewhere(refused.Refused, frozen=True, kw_only=True):
+    """Fields that would change the answer and that nothing here honours: null or refused.
+
+    Beside what chat refuses too, there are those of this dialect, and those of chat that have
+    another name here.
+    """
 
     access_programs: object = None
+    add_generation_prompt: object = None
+    best_of: object = None
+    chat_template: object = None
     context_management: object = None
+    continue_final_message: object = None
     conversation: object = None
-    moderation: object = None
+    documents: object = None
+    echo: object = None
+    function_call: object = None
+    functions: object = None
+    logprobs: object = None
+    max_completion_tokens: object = None
+    max_tokens: object = None
+    messages: object = None
+    modalities: object = None
+    n: object = None
     prompt: object = None
+    prompt_logprobs: object = None
+    reasoning_effort: object = None
+    response_format: object = None
+    return_token_ids: object = None
+    truncate_prompt_tokens: object = None
+    verbosity: object = None
 
 
-class ResponsesRequest(Refused, frozen=True, kw_only=True):
+_OWN = tuple(
+    name for name in Elsewhere.__struct_fields__ if name not in refused.Refused.__struct_fields__
+)
+_HINTS = {
+    "function_call": "; use tool_choice",
+    "functions": "; use tools",
+    "logprobs": "; use top_logprobs",
+    "max_completion_tokens": "; use max_output_tokens",
+    "max_tokens": "; use max_output_tokens",
+    "messages": "; use input",
+    "reasoning_effort": "; use reasoning.effort",
+    "response_format": "; use text.format",
+    "truncate_prompt_tokens": "; use truncation",
+    "verbosity": "; use text.verbosity",
+}
+
+
+class ResponsesRequest(Elsewhere, frozen=True, kw_only=True):
     """A request for a response: OpenAI's fields, then those that other servers add."""
 
     model: str
@@ -166,6 +207,12 @@ class ResponsesRequest(Refused, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    enable_thinking: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     cache_salt: str | None = None
@@ -182,9 +229,12 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 def decode_request(body: bytes | bytearray) -> ResponsesRequest:
     """Raises InvalidRequestError that names the first bad field."""
     request = decode(_decoder, body)
-    for name in Refused.__struct_fields__:
+    refused.refuse(request)
+    for name in _OWN:
         if getattr(request, name) is not None:
-            raise UnsupportedError(f"{name} is not supported.", param=name)
+            raise UnsupportedError(
+                f"{name} is not supported here{_HINTS.get(name, '')}.", param=name
+            )
     _check_options(request)
     _check_metadata(request.metadata or {})
     if any(name not in _INCLUDABLE for name in request.include or ()):
@@ -218,7 +268,7 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 def _check_options(request: ResponsesRequest) -> None:
     """What no engine here can do, deep inside of a field."""
     reasoning, options = request.reasoning, request.prompt_cache_options
-    for refused, param in (
+    for wanted, param in (
         (request.generate is False, "generate"),
         (options is not None and options.prewarm, "prompt_cache_options.prewarm"),
         (
@@ -228,5 +278,5 @@ def _check_options(request: ResponsesRequest) -> None:
         (reasoning is not None and reasoning.context == "current_turn", "reasoning.context"),
         (reasoning is not None and reasoning.mode not in (None, "standard"), "reasoning.mode"),
     ):
-        if refused:
+        if wanted:
             raise UnsupportedError(f"This value of {param} is not supported.", param=param)

@@ -25,17 +25,23 @@ from forebay_gateway.api.responses.schema import (
 )
 
 _SAME = (
+    "allowed_token_ids",
+    "bad_words",
     "cache_salt",
+    "enable_thinking",
     "frequency_penalty",
     "ignore_eos",
+    "include_stop_str_in_output",
     "logit_bias",
     "min_p",
+    "min_tokens",
     "model",
     "parallel_tool_calls",
     "presence_penalty",
     "priority",
     "repetition_penalty",
     "seed",
+    "skip_special_tokens",
     "stop",
     "stop_token_ids",
     "stream",
