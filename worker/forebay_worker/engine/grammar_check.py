@@ -70,7 +70,7 @@ def translate(grammar: Grammar) -> str:
         case "json_schema":
             return _json_grammar(grammar.source)
         case "regex":
-            return LLMatcher.grammar_from_regex(grammar.source)
+            return LLMatcher.grammar_from_regex(_regex(grammar.source))
         case "choice":
             return LLMatcher.grammar_from_lark(_choice(grammar.source))
         case "lark":
@@ -89,6 +89,13 @@ def _json_grammar(schema: str) -> str:
             "lenient": False,
         },
     )
+
+
+def _regex(source: str) -> str:
+    """A backslash at the end, with nothing to escape, is dropped by llguidance without a word."""
+    if (len(source) - len(source.rstrip("\\"))) % 2:
+        raise ValueError("error: incomplete escape sequence")
+    return source
 
 
 def _choice(source: str) -> str:

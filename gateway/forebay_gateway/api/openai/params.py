@@ -17,7 +17,7 @@ from forebay_shared.models import (
     CAP_PROMPT_LOGPROBS,
     ModelCard,
 )
-from forebay_shared.sampling import SamplingParams
+from forebay_shared.sampling import MAX_LOGIT_BIAS, SamplingParams
 
 from forebay_gateway.api.openai.schema import (
     ChatRequest,
@@ -253,6 +253,10 @@ def _seed(seed: int | None) -> int:
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            f"logit_bias may hold at most {MAX_LOGIT_BIAS} tokens.", param="logit_bias"
+        )
     if not all(_TOKEN_ID.fullmatch(token) for token in bias):
         raise InvalidRequestError("logit_bias must have token ids as keys.", param="logit_bias")
     return {int(token): value for token, value in bias.items()}
