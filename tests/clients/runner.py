@@ -28,7 +28,7 @@ def run(server: Serve, echo: Serve, wanted: Mapping[str, set[str]]) -> Results:
         "CLIENTS_MODEL": server.model,
         "CLIENTS_ECHO_URL": echo.url,
         "CLIENTS_ECHO_KEY": echo.key,
-        "CLIENTS_EMBEDDING_MODEL": "",
+        "CLIENTS_EMBEDDING_MODEL": "all-minilm-l6-v2",
     }
     results: Results = {}
 
