@@ -195,7 +195,7 @@ def compare_shapes(vllm: Server, ours: Server, report: Report) -> None:
             if status != our_status:
                 said = f"{str(theirs)[:160]} {str(mine)[:160]}"
                 line = f"{label}: status {status} and {our_status}: {said}"
-                report.differs(line, reason_for_status(label, status, our_status))
+                report.differs(line, reason_for_status(label))
             if (status, our_status) != (200, 200):
                 continue
         report.count("shapes")
@@ -203,7 +203,7 @@ def compare_shapes(vllm: Server, ours: Server, report: Report) -> None:
             line = (
                 f"{label}: {where}: vllm {kinds or 'has none'}, forebay {other_kinds or 'has none'}"
             )
-            report.differs(line, reason_for_shape(where, kinds, other_kinds))
+            report.differs(line, reason_for_shape(label, where))
 
 
 def shape(
@@ -253,7 +253,7 @@ def compare_errors(vllm: Server, ours: Server, report: Report) -> None:
         report.count("bad requests")
         if status != our_status:
             line = f"{label}: status {status} and {our_status} {str(said)[:120]}"
-            report.differs(line, reason_for_status(label, status, our_status))
+            report.differs(line, reason_for_status(label))
 
 
 if __name__ == "__main__":

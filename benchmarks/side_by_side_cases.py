@@ -248,7 +248,7 @@ _NULLS = "fields of vLLM's own that are null are left out, as OpenAI does not ha
 _MEANT_SHAPES: list[tuple[str, str]] = [
     (
         r"(\[\]\.)?(choices\[\]\.)?(token_ids|prompt_token_ids|prompt_text|prompt_logprobs|"
-        r"stop_reason|routed_experts|metrics|kv_transfer_params|ec_transfer_params)",
+        r"routed_experts|metrics|kv_transfer_params|ec_transfer_params)",
         _NULLS,
     ),
     (r"service_tier", _NULLS),
@@ -268,7 +268,17 @@ _MEANT_SHAPES: list[tuple[str, str]] = [
     (r"(\[\]\.)?system_fingerprint", "OpenAI's field is optional and says nothing of our engine"),
     (r"(\[\]\.)?choices\[\]\.logprobs\.refusal", "OpenAI has it; vLLM does not"),
     (r"choices\[\]\.message\.content", "null beside a call, as OpenAI; vLLM: an empty string"),
+    (r"(\[\]\.)?choices\[\]\.stop_reason", "which stop matched is told by /v1/messages only"),
     (r"data\[\]\.(root|parent|permission)", "relics; a path of the server is nobody's business"),
+    (r"data\[\]\.capabilities", "what the model can do; an addition"),
+    (r"messages: .*", "Anthropic's own types have it; vLLM leaves it out"),
+    (r"count_tokens: context_management", "for an edit of the context, which is refused here"),
+    (r"responses: (in|out)put_messages", _NULLS),
+    (
+        r"responses: usage\..*(_per_turn|tool_output_tokens)",
+        "vLLM's own; its tools run in the server",
+    ),
+    (r"responses: .*", "as OpenAI's Response object has it"),
 ]
 _MEANT_STATUS: list[tuple[str, str]] = [
     (r".*, five stops", "16 stop strings are allowed; vLLM allows 4"),
@@ -281,11 +291,13 @@ _MEANT_STATUS: list[tuple[str, str]] = [
 ]
 
 
-def reason_for_shape(where: str, vllm: str, forebay: str) -> str:
+def reason_for_shape(label: str, where: str) -> str:
     """Why the types at a path differ on purpose, or nothing."""
-    return next((why for path, why in _MEANT_SHAPES if re.fullmatch(path, where)), "")
+    places = (where, f"{label}: {where}")
+    found = (why for path, why in _MEANT_SHAPES if any(re.fullmatch(path, p) for p in places))
+    return next(found, "")
 
 
-def reason_for_status(label: str, vllm: int, forebay: int) -> str:
+def reason_for_status(label: str) -> str:
     """Why two status codes differ on purpose, or nothing."""
     return next((why for name, why in _MEANT_STATUS if re.fullmatch(name, label)), "")
