@@ -7,9 +7,11 @@ from forebay_shared.errors import MethodNotAllowedError
 from forebay_shared.settings import GatewaySettings
 from litestar import Litestar, Request, Response
 from litestar.datastructures import State
+from litestar.handlers import HTTPRouteHandler
 from litestar.types import Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
+from forebay_gateway.api.admin.routes import admin_routes
 from forebay_gateway.api.anthropic.routes import messages_apps
 from forebay_gateway.api.anthropic.service import MessagesService
 from forebay_gateway.api.calls import post_routes
@@ -69,6 +71,7 @@ def create_app(
             *model_routes(backend.roster),
             *response_routes(responses),
             *health_routes(backend, draining, warm, lambda: admission.open),
+            *_team_routes(backend, settings.max_body_bytes),
         ],
         exception_handlers={Exception: _answer_error},
         openapi_config=None,
@@ -96,6 +99,11 @@ def create_app(
         trusted_proxies=settings.trusted_proxy,
         tracing=tracing,
     )
+
+
+def _team_routes(backend: Services, max_body_bytes: int) -> list[HTTPRouteHandler]:
+    teams = backend.teams
+    return admin_routes(teams.admin, teams.reports, max_body_bytes) if teams is not None else []
 
 
 def _answer_error(request: Request[object, object, State], error: Exception) -> Response[bytes]:

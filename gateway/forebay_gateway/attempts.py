@@ -10,8 +10,10 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
+from forebay_shared.books import Outcome
 from forebay_shared.errors import (
     DeadlineError,
     ForebayError,
@@ -24,6 +26,7 @@ from forebay_shared.telemetry import ResubmitReason
 from forebay_shared.wire import Encode, Failed, Reply, Submit
 
 from forebay_gateway.inbox import Box
+from forebay_gateway.meter import Demand, Meter
 from forebay_gateway.router import Choice
 from forebay_gateway.routing import Prompted
 
@@ -94,9 +97,16 @@ class Attempts(ABC, Generic[E]):
     """A running job. Use it as an async context manager; leaving it cancels what still runs."""
 
     def __init__(
-        self, dispatcher: "Dispatcher", request_id: str, card: ModelCard, book: Book[E]
+        self,
+        dispatcher: "Dispatcher",
+        request_id: str,
+        card: ModelCard,
+        book: Book[E],
+        demand: Demand,
     ) -> None:
         self._book = book
+        self._demand = demand
+        self._meter: Meter | None = None
         self.dispatcher = dispatcher
         self.request_id = request_id
         self.card = card
@@ -117,13 +127,26 @@ class Attempts(ABC, Generic[E]):
         """The first event of an attempt came."""
 
     async def __aenter__(self) -> Self:
+        """Raises RateLimitError when the job's owner has reached a limit, and BusError."""
+        demand = self._demand
+        if demand.toll is not None:
+            self._meter = await Meter.admitted(self.request_id, demand.toll, demand)
         self.dispatcher.enter(self)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         # Nothing is awaited here: a lane takes the cancel at once and the publisher's own task
         # sends it, so a scope that cancels every await cannot keep a worker busy for nobody.
-        self._leave()
+        failed = kind is not None and issubclass(kind, ForebayError)
+        outcome = "error" if failed else "cancelled" if self._book.open else "completed"
+        self._leave(outcome)
+        if self._meter is not None and not self._meter.tailed:
+            self._meter.settle(outcome)
         self.dispatcher.exit(self, cancelled=self._book.open)
         self._book.clear()
 
@@ -141,7 +164,10 @@ class Attempts(ABC, Generic[E]):
         while self._book.open:
             placement = self.placement or await self._place()
             box = placement.box
-            events = self._book.fold(box.take())
+            replies = box.take()
+            if self._meter is not None:
+                self._meter.take(replies)
+            events = self._book.fold(replies)
             if self._book.accepted and not placement.accepted:
                 self._accepted(placement)
             if events and not placement.begun:
@@ -149,7 +175,7 @@ class Attempts(ABC, Generic[E]):
                 self.begun(placement, events[0])
             if not self._book.open:
                 placement.over = True
-                self._leave()
+                self._leave("completed")
             if events:
                 return events
             if self.placement is not None and not self._recover(placement):
@@ -163,6 +189,8 @@ class Attempts(ABC, Generic[E]):
         choice = await self.dispatcher.choose(self.card, self.prompt(), self._tried, self._error)
         self._attempts += 1
         self._book.begin()
+        if self._meter is not None:
+            self._meter.begin()
         self.placement = self.dispatcher.submit(choice, self.message(self._attempts))
         return self.placement
 
@@ -209,11 +237,16 @@ class Attempts(ABC, Generic[E]):
         """The worker's queue is full, and so are those of all others."""
         return type(error) is OverloadedError and not self.dispatcher.others(self.card, self._tried)
 
-    def _leave(self) -> None:
-        """Ends the current attempt: its box is closed, and what still runs of it is cancelled."""
+    def _leave(self, outcome: Outcome | None = None) -> None:
+        """Ends the current attempt: its box is closed, and what still runs of it is cancelled.
+
+        `outcome` None: another attempt follows. Else what the worker measures last is waited for.
+        """
         placement, self.placement = self.placement, None
         if placement is not None:
             self.dispatcher.leave(self.request_id, placement)
+            if self._meter is not None and outcome is not None:
+                self.dispatcher.settle_meter(self._meter, placement, outcome)
             if self._book.repeated:
                 self.dispatcher.metrics.dropped("duplicate", self._book.repeated)
                 self._book.repeated = 0

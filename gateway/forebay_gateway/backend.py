@@ -39,7 +39,7 @@ class Backend:
         self.inbox = Inbox(self.telemetry)
         self.roster = Roster(self.publisher, self.telemetry)
         self.store = Store(self.publisher)
-        self.teams = Teams(settings, self.publisher)
+        self.teams = Teams(settings, self.publisher, self.gateway)
         self.reader = Reader(
             settings.redis_url,
             [self.inbox.feed(self.gateway), self.roster.feed(), self.teams.sync.feed()],
@@ -113,6 +113,7 @@ class Backend:
                 renew_at = now + keys.RENEW_S
                 self._count()
                 self._renew()
+                self.teams.limiter.upkeep()
             due = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
 
@@ -134,6 +135,8 @@ class Backend:
 
     async def farewell(self) -> None:
         """Leaves nothing behind; the lease goes, so workers abort what this gateway left open."""
+        self.dispatcher.end_tails()
+        await self.teams.limiter.drained(FAREWELL_S / 2)
         call = self.publisher.call
         call("SREM", keys.gateways(), self.gateway)
         call("DEL", keys.reply(self.gateway), keys.gateway_lease(self.gateway))
@@ -157,6 +160,7 @@ async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
             reading.start("digests", backend.digests.run())
             reading.start("upkeep", backend.upkeep())
             reading.start("teams", backend.teams.sync.run())
+            reading.start("books", backend.teams.bookkeeper.run())
             backend.supervisors = (publishing, reading, backend.tasks)
             async with backend.tasks:
                 yield backend

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from forebay_shared import keys
+from forebay_shared.books import Outcome
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import (
     BusError,
@@ -29,6 +30,7 @@ from forebay_gateway.attempts import Attempts, Placement
 from forebay_gateway.encoding import EncodeJob, Encoding
 from forebay_gateway.inbox import Box, Inbox
 from forebay_gateway.ledger import Event, Ledger
+from forebay_gateway.meter import Demand, Meter, Tail, Toll
 from forebay_gateway.roster import Roster, Worker
 from forebay_gateway.router import Choice
 from forebay_gateway.routing import Prompt, Prompted, Routing
@@ -59,6 +61,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     team: str = ""
     weight: float = 1.0
     priority: int = 0
+    toll: Toll | None = None
+    """Who admits it and pays for it; None: nobody counts."""
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(self.toll, len(self.prompt), self.n * self.sampling.max_tokens, self.n)
 
 
 class Generation(Attempts[Event]):
@@ -70,16 +78,18 @@ class Generation(Attempts[Event]):
         self.job = job
         scored = job.sampling.prompt_logprobs is not None
         self._prompt = Prompt(pack_ids(job.prompt), job.card.revision, job.cache_salt, whole=scored)
-        super().__init__(dispatcher, job.request_id, job.card, self._ledger)
+        super().__init__(dispatcher, job.request_id, job.card, self._ledger, job.demand)
 
     def stop(self, index: int) -> None:
         """Aborts sequence `index` (a stop string matched); no further event of it is returned."""
+        if self._meter is not None:
+            self._meter.stop(index)
         if not self._ledger.drop(index) or self.placement is None:
             return
         if self._ledger.open:
             self.dispatcher.cancel(self.job.request_id, self.placement, index)
         else:
-            self._leave()
+            self._leave("completed")
 
     def prompt(self) -> Prompt:
         return self._prompt
@@ -104,6 +114,7 @@ class Generation(Attempts[Event]):
             priority=job.priority,
             queue_timeout_ms=self.dispatcher.queue_timeout_ms,
             traceparent=self._traceparent,
+            metered=job.toll is not None,
         )
 
     def _sampling(self) -> SamplingParams:
@@ -138,6 +149,7 @@ class Dispatcher:
         self._inbox = inbox
         self._lanes: dict[str, Lane[Work]] = {}
         self._running: set[Attempts[Any]] = set()
+        self._tails: set[Tail] = set()
         self._away_since: float | None = None
         roster.on_lost(self._worker_lost)
 
@@ -222,6 +234,22 @@ class Dispatcher:
             worker.forget(request_id)
         if not placement.over:
             self.cancel(request_id, placement)
+
+    def settle_meter(self, meter: Meter, placement: Placement, outcome: Outcome) -> None:
+        """Settles when the worker's figures are complete, at once or soon."""
+        if meter.complete or meter.settled or (placement.over and outcome == "error"):
+            meter.settle(outcome)
+            return
+        tail = Tail(self._inbox, placement.box, meter, outcome, self._tails.discard)
+        if not tail.over:
+            meter.tailed = True
+            self._tails.add(tail)
+            self._inbox.adopt(tail)
+
+    def end_tails(self) -> None:
+        """Settles with what is known, since this process ends."""
+        for tail in list(self._tails):
+            tail.end()
 
     def check(self, reader: Reader) -> None:
         """Ends what waits for a Redis that stays away, and forgets the lanes of lost workers.

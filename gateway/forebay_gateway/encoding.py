@@ -12,6 +12,7 @@ from forebay_shared.telemetry import ResubmitReason
 from forebay_shared.wire import Accepted, Done, Embedded, Encode, Failed, Reply, Started, pack_ids
 
 from forebay_gateway.attempts import Attempts
+from forebay_gateway.meter import Demand, Toll
 from forebay_gateway.routing import Uncached
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ class EncodeJob(msgspec.Struct, frozen=True, kw_only=True):
     team: str = ""
     weight: float = 1.0
     priority: int = 0
+    toll: Toll | None = None
+    """Who admits it and pays for it; None: nobody counts."""
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(self.toll, sum(map(len, self.inputs)), 0, 1)
 
     @property
     def vector_bytes(self) -> int:
@@ -84,7 +91,7 @@ class Encoding(Attempts[Embedded]):
     """A running encode job. A lost attempt is made again from its beginning."""
 
     def __init__(self, dispatcher: "Dispatcher", job: EncodeJob) -> None:
-        super().__init__(dispatcher, job.request_id, job.card, EncodeLedger(job))
+        super().__init__(dispatcher, job.request_id, job.card, EncodeLedger(job), job.demand)
         self.job = job
 
     def prompt(self) -> Uncached:
@@ -103,4 +110,5 @@ class Encoding(Attempts[Embedded]):
             weight=job.weight,
             priority=job.priority,
             queue_timeout_ms=self.dispatcher.queue_timeout_ms,
+            metered=job.toll is not None,
         )

@@ -114,6 +114,10 @@ class Inbox:
         box = self._boxes[request_id] = Box(request_id, attempt)
         return box
 
+    def adopt(self, box: Box) -> None:
+        """Another box for an attempt, in the place of the one that was closed."""
+        self._boxes[box.request_id] = box
+
     def get(self, request_id: str, attempt: int) -> Box | None:
         """The open box of this attempt."""
         box = self._boxes.get(request_id)
@@ -138,11 +142,11 @@ class Inbox:
     def lose_all(self) -> None:
         """The reply stream was lost: no attempt can be sure of its replies."""
         self._metrics.streams_lost.inc()
-        for box in self._boxes.values():
+        for box in list(self._boxes.values()):
             box.lose("bus_reset")
 
     def fail_all(self, error: ForebayError) -> None:
-        for box in self._boxes.values():
+        for box in list(self._boxes.values()):
             box.fail(error)
 
 

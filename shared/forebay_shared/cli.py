@@ -15,7 +15,7 @@ from forebay_shared.settings import StartError
 
 GROUP = "forebay.commands"
 
-_ORDER = ("serve", "gateway", "worker", "bench")
+_ORDER = ("serve", "gateway", "worker", "admin", "bench")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -158,6 +158,11 @@ WORKER = Command(
     groups={"model": _MODEL, "engine": _ENGINE},
     examples=("forebay worker Qwen/Qwen3-0.6B --redis-url redis://redis:6379/0",),
 )
+ADMIN = Tool(
+    name="admin",
+    summary="Teams, keys, limits, usage: forebay admin --help",
+    run="forebay_gateway.admin.main:main",
+)
 BENCH = Tool(
     name="bench",
     summary="Measure a server: forebay bench serve",

@@ -79,6 +79,11 @@ def blob(sha256: str) -> str:
 
 
 CHANGES_MAXLEN = 4_096
+HOLD_MS = 30_000
+"""An admitted request is taken for lost when its gateway has not renewed it for so long."""
+SETTLED_S = 60
+"""A repeated settlement is known for so long at least."""
+RECORDS_MAXLEN = 1_000_000
 AUDIT_MAXLEN = 100_000
 
 
@@ -98,6 +103,56 @@ def directory_revision() -> str:
 def changes() -> str:
     """Stream: the last changes of the directory, for all gateways."""
     return "fb:{teams}:changes"
+
+
+def usage_state(scope: str) -> str:
+    """String: what a scope (`team:red`) has used of its limits, msgpack by the scripts."""
+    return f"fb:{{teams}}:use:{scope}"
+
+
+def slots(scope: str) -> str:
+    """Sorted set: open requests of a scope that bounds them, by the end of their leases."""
+    return f"fb:{{teams}}:slots:{scope}"
+
+
+def open_requests() -> str:
+    """Sorted set: admitted requests that are not settled, by the end of their leases."""
+    return "fb:{teams}:open"
+
+
+def holds() -> str:
+    """Hash: request id -> its Hold, for whoever must settle it in its gateway's place."""
+    return "fb:{teams}:holds"
+
+
+def settled(period: int) -> str:
+    """Set: requests that were settled in a period of SETTLED_S."""
+    return f"fb:{{teams}}:settled:{period}"
+
+
+def records() -> str:
+    """Stream: a UsageRecord of each settled request."""
+    return "fb:{teams}:usage"
+
+
+def ledger_lease() -> str:
+    """String: the gateway that keeps the books now."""
+    return "fb:{teams}:ledger"
+
+
+def ledger_cursor() -> str:
+    """String: the last record that is in the books."""
+    return "fb:{teams}:cursor"
+
+
+def book_of_hours(day: str) -> str:
+    """Hash: the figures of each hour of a day (2026-12-31), by organisation down to alias."""
+    return f"fb:{{teams}}:hours:{day}"
+
+
+def book_of_days(month: str) -> str:
+    """Hash: the figures of each day of a month (2026-12)."""
+    return f"fb:{{teams}}:days:{month}"
 
 
 def audit() -> str:

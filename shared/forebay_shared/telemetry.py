@@ -32,8 +32,8 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 ROUTES = (
     "chat_completions", "completions", "embeddings", "score", "rerank", "responses", "messages",
-    "models", "files", "batches", "tokenize", "admin", "health", "ready", "version", "metrics",
-    "other",
+    "models", "files", "batches", "tokenize", "usage", "admin", "health", "ready", "version",
+    "metrics", "other",
 )  # fmt: skip
 
 DropReason = Literal["unknown", "fenced", "duplicate", "bad"]

@@ -80,6 +80,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_o
     """Longest wait for a first step, from intake on; 0: no limit. Relative: clocks may differ."""
     traceparent: str = ""
     """Where the worker's spans belong, as W3C says it; empty: no trace is kept."""
+    metered: bool = False
+    """It has a Hold in Redis, which the worker settles when its gateway is gone."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +109,8 @@ class Encode(msgspec.Struct, frozen=True, tag="encode", omit_defaults=True, kw_o
     weight: float = 1.0
     priority: int = 0
     queue_timeout_ms: int = 0
+    metered: bool = False
+    """As Submit's."""
 
     @property
     def num_tokens(self) -> int:

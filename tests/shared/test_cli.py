@@ -112,7 +112,7 @@ def test_an_unknown_command_names_those_that_there_are() -> None:
     ended = forebay("sevre")
     assert ended.returncode == 2
     assert ended.stderr == (
-        "forebay: unknown command 'sevre': one of serve, gateway, worker, bench\n"
+        "forebay: unknown command 'sevre': one of serve, gateway, worker, admin, bench\n"
     )
 
 

@@ -34,6 +34,7 @@ from forebay_shared.wire import (
 )
 
 from forebay_worker.engines.base import Encoder, Engine
+from forebay_worker.metering import Metering
 
 if TYPE_CHECKING:
     from forebay_shared.tracing.spans import Tracing
@@ -81,6 +82,7 @@ class Service:
         self._traces: dict[RequestKey, str] = {}
         """Where the spans of open requests belong; only of those that are traced."""
         self._accepting: asyncio.TimerHandle | None = None
+        self._metering = Metering(publisher)
         self.on_sync: Callable[[], None] = lambda: None
         """Called when a gateway asks for a snapshot of the prefix cache."""
 
@@ -119,10 +121,11 @@ class Service:
             if not self._engine.healthy or self._engine.load().step_age_s > HUNG_STEP_S:
                 raise EngineError("The engine has stopped.")
             for gateway, lane in list(self._lanes.items()):
-                if self._open[gateway] or not lane.idle:
+                if self._open[gateway] or not lane.idle or self._metering.watches(gateway):
                     self._check_lease(gateway)
                 else:
                     self._forget(gateway)
+            self._metering.forget_old()
             await asyncio.sleep(keys.RENEW_S)
 
     async def drained(self, timeout_s: float) -> bool:
@@ -159,6 +162,8 @@ class Service:
         if self._accepting is None:
             self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
         self._accepted.append((work.gateway, Accepted(*key)))
+        if work.metered:
+            self._metering.submitted(work)
         if isinstance(work, Submit):
             if self._tracing is not None and work.traceparent:
                 self._traces[key] = work.traceparent
@@ -179,11 +184,13 @@ class Service:
         for gateway, accepted in self._accepted:
             packets[gateway].append(accepted)
         self._accepted.clear()
-        steps = 0
+        steps, metered = 0, len(self._metering) > 0
         while self._emitted:
             steps += 1
             for gateway, reply in self._emitted.popleft():
                 packets[gateway].append(reply)
+                if metered:
+                    self._metering.replied(reply)
                 if isinstance(reply, Done | Failed | Embedded):
                     self._ended(gateway, reply)
         for gateway, replies in packets.items():
@@ -253,6 +260,7 @@ class Service:
     def _gateway_lost(self, gateway: str) -> None:
         log.warning("gateway %s is gone: aborted %d requests", gateway, len(self._open[gateway]))
         self._engine.cancel_gateway(gateway)
+        self._metering.gateway_gone(gateway)
         self._forget(gateway)
 
     def _forget(self, gateway: str) -> None:

@@ -51,6 +51,7 @@ _ROUTES = {
     "/v1/models": "models",
     "/v1/responses": "responses",
     "/v1/responses/input_tokens": "tokenize",
+    "/v1/usage": "usage",
     "/health": "health",
     "/ping": "health",
     "/ready": "ready",
@@ -60,7 +61,7 @@ _ROUTES = {
 _WITH_IDS = frozenset({"/v1/models", "/v1/responses"})
 """Paths that go on with the id of one thing."""
 _PREFLIGHT: Headers = [
-    (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+    (b"access-control-allow-methods", b"GET, POST, PUT, DELETE, OPTIONS"),
     (b"access-control-max-age", b"600"),
 ]
 
@@ -168,7 +169,7 @@ class Edge:
 
     def _preflight(self, headers: Mapping[bytes, bytes]) -> ASGIApp:
         """A browser asks before it sends a key, so this needs none; it reaches no route."""
-        answer: Headers = [(b"allow", b"GET, HEAD, POST, DELETE, OPTIONS")]
+        answer: Headers = [(b"allow", b"GET, HEAD, POST, PUT, DELETE, OPTIONS")]
         if headers.get(b"origin") in self._origins:
             wanted = headers.get(b"access-control-request-headers", b"authorization, content-type")
             answer += [*_PREFLIGHT, (b"access-control-allow-headers", wanted)]

@@ -18,6 +18,7 @@ from forebay_gateway.api.ports import Services
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.encoding import EncodeJob
 from forebay_gateway.inputs import InputEncoder
+from forebay_gateway.meter import Toll
 from forebay_gateway.prompt import Renderers
 
 MAX_INPUTS = 2_048
@@ -39,6 +40,7 @@ class Ask(NamedTuple):
     team: str = ""
     weight: float = 1.0
     priority: int = 0
+    toll: Toll | None = None
 
 
 class Made(NamedTuple):
@@ -160,6 +162,7 @@ def _jobs(ask: Ask) -> list[EncodeJob]:
         team=ask.team,
         weight=ask.weight,
         priority=ask.priority,
+        toll=ask.toll,
     )
     if len(parts) == 1:
         return [whole]

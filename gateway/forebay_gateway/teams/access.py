@@ -41,12 +41,23 @@ class Scope(NamedTuple):
         return f"{self.kind} {self.record.id}"
 
 
+class Standing(NamedTuple):
+    """What is left of the tightest limits at one moment, each as (limit, remaining, seconds until
+    it is full again); None where nothing is limited."""
+
+    requests: tuple[int, int, float] | None
+    tokens: tuple[int, int, float] | None
+
+
 class Access:
-    """The rights of one key. `scopes` are the key, its user, its team and its organisation."""
+    """The rights of one key. `scopes` are the key, its user, its team and its organisation.
+
+    `standing` is how it was with the limits when it last asked.
+    """
 
     __slots__ = (
         "cache_salt", "engine_team", "key", "models", "networks", "organisation", "role",
-         "routes", "scopes", "team", "user", "weight",
+         "routes", "scopes", "standing", "team", "user", "weight",
     )  # fmt: skip
 
     def __init__(self, key: Key, directory: Directory) -> None:
@@ -64,6 +75,7 @@ class Access:
         self.engine_team = _opaque("team", team.id) if team else ""
         self.cache_salt = _opaque("salt", team.id) if team and not team.share_cache else ""
         self.weight = team.weight * PRIORITIES[team.priority] if team else 1.0
+        self.standing: Standing | None = None
         records = (key, self.user, self.team, self.organisation)
         kinds = ("key", "user", "team", "organisation")
         self.scopes = [Scope(kind, each) for kind, each in zip(kinds, records, strict=True) if each]

@@ -1,13 +1,22 @@
 """Whose request this is: what the edge found out, for whoever prepares and places the work."""
 
+from typing import Protocol
+
 from forebay_shared.errors import ModelNotFoundError, PermissionDeniedError
 
+from forebay_gateway.meter import Toll
 from forebay_gateway.teams.access import Access
 
 Headers = list[tuple[bytes, bytes]]
 
 _OF_ROOT = frozenset({"admin", "models", "version", "metrics"})
 MAX_SHOWN_NAME = 100
+
+
+class Gate(Protocol):
+    """teams.Teams: who pays for what a caller asks."""
+
+    def toll(self, caller: "Caller", access: Access, alias: str, model: str) -> Toll: ...
 
 
 class Caller:
@@ -17,10 +26,18 @@ class Caller:
     `team` is the engine's fairness key, opaque and stable; `headers` go out with the answer.
     """
 
-    __slots__ = ("access", "headers", "root", "team")
+    __slots__ = ("_gate", "access", "headers", "root", "team")
 
-    def __init__(self, team: str = "", access: Access | None = None, *, root: bool = False) -> None:
+    def __init__(
+        self,
+        team: str = "",
+        access: Access | None = None,
+        gate: Gate | None = None,
+        *,
+        root: bool = False,
+    ) -> None:
         self.team = team
+        self._gate = gate
         self.access = access
         self.root = root
         """It is the admin key: it may do everything in the admin API, and nothing else."""
@@ -49,6 +66,14 @@ class Caller:
             )
         elif route == "admin" and not self.root:
             raise PermissionDeniedError("This API key has no role in the admin API.")
+
+    def toll(self, alias: str, model: str) -> Toll | None:
+        """Who admits and pays for a job of this caller; None: nobody counts. `alias` is the name
+        that was asked for, `model` the served one's main name.
+        """
+        if self.access is None or self._gate is None:
+            return None
+        return self._gate.toll(self, self.access, alias, model)
 
     def sees(self, model: str) -> bool:
         """Whether the caller may know and use a model by this public name."""

@@ -32,6 +32,10 @@ class Change(msgspec.Struct, frozen=True):
     expected: int = ANY
 
 
+class StaleError(ConflictError):
+    """A record is not at the revision that was expected."""
+
+
 class DirectoryStore:
     """The one that changes the directory."""
 
@@ -53,6 +57,13 @@ class DirectoryStore:
         """
         if not changes:
             return self._directory.revision
+        revision = await self.write(changes, who=who, what=what)
+        if not await self._sync.reached(revision, MIRRORED_S):
+            raise BusError("The change was made, but is not seen here yet.", retry_after_s=1.0)
+        return revision
+
+    async def write(self, changes: Sequence[Change], *, who: str, what: str) -> int:
+        """As `commit`, without waiting for the mirror."""
         self._check({change.place: change.entry for change in changes})
         arguments: list[Argument] = [
             keys.CHANGES_MAXLEN,
@@ -72,9 +83,7 @@ class DirectoryStore:
         revision = cast(int, answer)
         if revision < 0:
             place = changes[-revision - 1].place
-            raise ConflictError(f"{place} was changed by somebody else meanwhile: read it again.")
-        if not await self._sync.reached(revision, MIRRORED_S):
-            raise BusError("The change was made, but is not seen here yet.", retry_after_s=1.0)
+            raise StaleError(f"{place} is not as it was when you read it: read it again.")
         return revision
 
     def _check(self, changes: Mapping[str, Entry | None]) -> None:

@@ -82,6 +82,11 @@ class DirectorySync:
             return False
         return True
 
+    async def loaded(self) -> None:
+        """Waits until the mirror was loaded a first time."""
+        while self.fresh_at is None:
+            await self._advanced.wait()
+
     async def make_pepper(self) -> bytes:
         """The key of the digests; the first caller of an installation draws it. Raises BusError."""
         if not self.pepper:
@@ -111,6 +116,7 @@ class DirectorySync:
             values = await self._scan()
             self.pepper = self._given_pepper or cast("bytes | None", first[1]) or b""
             self._directory.load(int(cast(bytes, first[0] or b"0")), values.items())
+            self.fresh_at = asyncio.get_running_loop().time()
         finally:
             self._loading = False
             meanwhile, self._meanwhile = self._meanwhile, []

@@ -10,12 +10,18 @@ from forebay_shared.bus import Publisher
 from forebay_shared.errors import BusError
 from forebay_shared.settings import GatewaySettings
 
-from forebay_gateway.teams.access import Gatekeeper
+from forebay_gateway.meter import Toll
+from forebay_gateway.teams.access import Access, Gatekeeper
+from forebay_gateway.teams.admin import Admin
+from forebay_gateway.teams.bookkeeper import Bookkeeper
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.limiter import Limiter
+from forebay_gateway.teams.reports import Reports
 from forebay_gateway.teams.secrets import Token
 from forebay_gateway.teams.store import DirectoryStore
 from forebay_gateway.teams.sync import DirectorySync
+from forebay_gateway.teams.toll import TeamToll, headers_of
 
 STALE_S = 60.0
 """So long the mirror speaks for a Redis that is away. After it, keys are neither good nor bad."""
@@ -24,10 +30,14 @@ STALE_S = 60.0
 class Teams:
     """The directory, its mirror and its keys."""
 
-    def __init__(self, settings: GatewaySettings, publisher: Publisher) -> None:
+    def __init__(self, settings: GatewaySettings, publisher: Publisher, gateway: str) -> None:
         self.directory = Directory()
         self.sync = DirectorySync(settings.redis_url, self.directory, settings.key_pepper)
         self.store = DirectoryStore(publisher, self.directory, self.sync)
+        self.admin = Admin(self.directory, self.store, self.sync)
+        self.limiter = Limiter(publisher, self.directory)
+        self.bookkeeper = Bookkeeper(settings.redis_url, gateway)
+        self.reports = Reports(self.directory, self.bookkeeper)
         self._gatekeeper = Gatekeeper(self.directory)
         self._always = settings.teams
 
@@ -47,4 +57,11 @@ class Teams:
         if fresh_at is None or asyncio.get_running_loop().time() - fresh_at > STALE_S:
             raise BusError("Keys cannot be checked now. Please retry.", retry_after_s=2.0)
         access = self._gatekeeper.open(token, self.sync.pepper, time.time(), client)
-        return Caller(access.engine_team, access)
+        caller = Caller(access.engine_team, access, self)
+        if access.standing is not None:
+            caller.headers += headers_of(access.standing)
+        return caller
+
+    def toll(self, caller: Caller, access: Access, alias: str, model: str) -> Toll:
+        """Who pays for a job; see Caller.toll."""
+        return TeamToll(self.limiter, caller, access, alias, model)

@@ -82,6 +82,7 @@ class EmbeddingService:
             team=caller.team,
             weight=caller.weight,
             priority=caller.priority(request.priority or 0),
+            toll=caller.toll(request.model, card.name),
         )
         base64 = request.encoding_format == "base64"
 

@@ -162,6 +162,7 @@ class ScoringService:
             team=caller.team,
             weight=caller.weight,
             priority=caller.priority(request.priority or 0),
+            toll=caller.toll(request.model, card.name),
         )
         return VectorsAnswer(self._backend, self._renderers, [ask], write)
 

@@ -210,6 +210,7 @@ def new_job(
         team=caller.team,
         weight=caller.weight,
         priority=caller.priority(request.priority or 0),
+        toll=caller.toll(request.model, card.name),
     )
 
 

@@ -1,0 +1,213 @@
+"""What the admin API does, on plain data: every call checks its actor, changes the directory and
+leaves a line in the audit log.
+
+It knows no HTTP. A secret leaves it once, in the answer to the call that made it.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+from forebay_shared.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PreconditionError,
+)
+from msgspec.structs import replace
+
+from forebay_gateway.teams import document, keymaker
+from forebay_gateway.teams.checks import parse
+from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.guards import Actor, Guard
+from forebay_gateway.teams.records import Entry, Key, Kind, place_of
+from forebay_gateway.teams.store import ANY, Change, DirectoryStore, StaleError
+from forebay_gateway.teams.sync import DirectorySync
+
+MAX_PAGE = 1_000
+MAX_GRACE_S = 30 * 86_400.0
+MAX_AUDITED = 65_536
+"""Characters of one audit line; a longer one names places only."""
+
+Tree = dict[str, Any]
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Part of a list. `next` is what to ask for `after`; None at the end."""
+
+    data: Sequence[object]
+    next: str | None = None
+
+
+class Admin:
+    """The calls of the admin API, all but the books'."""
+
+    def __init__(self, directory: Directory, store: DirectoryStore, sync: DirectorySync) -> None:
+        self._directory = directory
+        self._store = store
+        self._sync = sync
+
+    def list(self, actor: Actor, kind: Kind, after: str, limit: int, team: str) -> Page:
+        """What the actor may see of a kind, by id; of one team when it is named."""
+        guard = Guard(actor, self._directory)
+        found = [
+            entry
+            for entry in self._directory.all(kind)
+            if entry.id > after
+            and (not team or self._directory.team_of(entry) == team)
+            and guard.may_see(entry)
+        ]
+        shown = found[: max(1, min(limit, MAX_PAGE))]
+        more = len(found) > len(shown)
+        return Page([view(entry) for entry in shown], shown[-1].id if more else None)
+
+    def get(self, actor: Actor, kind: Kind, name: str) -> tuple[Tree, int]:
+        """A record and its revision. Raises NotFoundError, also for what the actor may not see."""
+        entry = self._seen(actor, kind, name)
+        return view(entry), self._directory.revision_of(place_of(entry))
+
+    async def put(
+        self, actor: Actor, kind: Kind, name: str, body: object, expected: int
+    ) -> tuple[Tree, int]:
+        """Writes a record, new or in place of the old one.
+
+        Raises NotFoundError for a key that does not exist: keys are made by `make_key`.
+        """
+        if not isinstance(body, dict):
+            raise InvalidRequestError("The body must be a JSON object.")
+        before = self._directory.get(kind, name)
+        tree = {**cast(Tree, body), "id": name}
+        for hidden in ("secrets", "created"):
+            if hidden in tree:
+                raise InvalidRequestError(f"{hidden} cannot be given.", param=hidden)
+        entry = parse(kind, tree, kind)
+        if isinstance(entry, Key):
+            if not isinstance(before, Key):
+                raise NotFoundError("There is no such key. POST makes one.")
+            entry = replace(entry, secrets=before.secrets, created=before.created)
+        guard = Guard(actor, self._directory)
+        guard.must_change(entry)
+        if before is not None:
+            guard.must_change(before)
+        await self._commit(actor, "put", [(before, entry)], expected)
+        return view(entry), self._directory.revision_of(place_of(entry))
+
+    async def delete(self, actor: Actor, kind: Kind, name: str, expected: int) -> None:
+        """Deletes a record. Raises ConflictError while others stand below it."""
+        entry = self._seen(actor, kind, name)
+        Guard(actor, self._directory).must_change(entry)
+        await self._commit(actor, "delete", [(entry, None)], expected)
+
+    async def make_key(self, actor: Actor, body: object) -> Tree:
+        """A new key: its record, and `token`, which is shown this once."""
+        if not isinstance(body, dict):
+            raise InvalidRequestError("The body must be a JSON object.")
+        tree = cast(Tree, body)
+        for hidden in ("id", "secrets", "created"):
+            if hidden in tree:
+                raise InvalidRequestError(f"{hidden} cannot be given.", param=hidden)
+        asked = cast(Key, parse("key", {**tree, "id": "0"}, "key"))
+        Guard(actor, self._directory).must_change(asked)
+        key, token = keymaker.make(asked, await self._sync.make_pepper(), time.time())
+        await self._commit(actor, "make", [(None, key)], 0)
+        return {**view(key), "token": token}
+
+    async def rotate_key(self, actor: Actor, name: str, grace_s: float) -> Tree:
+        """A new secret for a key; the one before lives for the grace time."""
+        if not 0 <= grace_s <= MAX_GRACE_S:
+            raise InvalidRequestError(
+                f"grace_s must be from 0 to {MAX_GRACE_S:.0f}.", param="grace_s"
+            )
+        before = cast(Key, self._seen(actor, "key", name))
+        Guard(actor, self._directory).must_change(before)
+        pepper = await self._sync.make_pepper()
+        key, token = keymaker.rotate(before, pepper, time.time(), grace_s)
+        at = self._directory.revision_of(place_of(before))
+        await self._commit(actor, "rotate", [(before, key)], at)
+        return {**view(key), "token": token}
+
+    async def apply(self, actor: Actor, body: object, *, dry_run: bool, prune: bool) -> Tree:
+        """Makes the directory what a document says: the steps, and the tokens of keys it made."""
+        Guard(actor, self._directory).must_own_the_fleet()
+        entries = document.read(body, self._directory)
+        steps = document.difference(entries, self._directory, prune=prune)
+        shown = [{"action": s.action, "place": s.label, "fields": s.fields} for s in steps]
+        if dry_run:
+            return {"dry_run": True, "changes": shown}
+        pepper = await self._sync.make_pepper() if steps else b""
+        tokens: dict[str, str] = {}
+        pairs: list[tuple[Entry | None, Entry | None]] = []
+        for step in steps:
+            kind, _, name = step.place.partition("/")
+            before, after = self._directory.get(cast(Kind, kind), name), step.after
+            if isinstance(after, Key) and step.action == "create":
+                after, tokens[step.label] = keymaker.make(after, pepper, time.time())
+            pairs.append((before, after))
+        await self._commit(actor, "apply", pairs, ANY)
+        return {"dry_run": False, "changes": shown, "tokens": tokens}
+
+    def export(self, actor: Actor) -> Tree:
+        """The document of all that is there; without secrets."""
+        Guard(actor, self._directory).must_own_the_fleet()
+        return document.write(self._directory)
+
+    def _seen(self, actor: Actor, kind: Kind, name: str) -> Entry:
+        entry = self._directory.get(kind, name)
+        if entry is None or not Guard(actor, self._directory).may_see(entry):
+            raise NotFoundError(f"There is no such {kind}.")
+        return entry
+
+    async def _commit(
+        self,
+        actor: Actor,
+        action: str,
+        pairs: Sequence[tuple[Entry | None, Entry | None]],
+        expected: int,
+    ) -> None:
+        changes = [
+            Change(_place(before, after), after, self._expected(before, expected))
+            for before, after in pairs
+        ]
+        try:
+            await self._store.commit(changes, who=actor.name, what=_audited(action, pairs))
+        except StaleError as error:
+            if expected != ANY:  # the caller said what it had read
+                raise PreconditionError(error.message) from None
+            raise
+
+    def _expected(self, before: Entry | None, expected: int) -> int:
+        """What was read a moment ago is what is changed, unless the caller says what it read."""
+        if expected != ANY:
+            return expected
+        return self._directory.revision_of(place_of(before)) if before else 0
+
+
+def view(entry: Entry) -> Tree:
+    """A record for people: without the digests of its secrets."""
+    tree = cast(Tree, msgspec.to_builtins(entry))
+    if isinstance(entry, Key):
+        tree.pop("secrets", None)
+        tree["secrets"] = len(entry.secrets)
+    return tree
+
+
+def _place(before: Entry | None, after: Entry | None) -> str:
+    entry = after if after is not None else before
+    assert entry is not None
+    return place_of(entry)
+
+
+def _audited(action: str, pairs: Sequence[tuple[Entry | None, Entry | None]]) -> str:
+    changes: list[Mapping[str, object]] = [
+        {
+            "place": _place(before, after),
+            "before": view(before) if before else None,
+            "after": view(after) if after else None,
+        }
+        for before, after in pairs
+    ]
+    line = msgspec.json.encode({"action": action, "changes": changes}).decode()
+    if len(line) > MAX_AUDITED:
+        places = [change["place"] for change in changes][:1_000]
+        line = msgspec.json.encode({"action": action, "places": places}).decode()
+    return line

@@ -1,0 +1,151 @@
+"""The books: cells of figures per hour and per day, from records to sums and from sums to reports.
+
+Pure: records and cells go in, cells and rows come out. It knows no Redis.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, date, datetime, timedelta
+from typing import Literal, get_args
+
+import msgspec
+from forebay_shared import keys
+from forebay_shared.books import UsageRecord
+from forebay_shared.errors import InvalidRequestError
+
+DIMENSIONS = ("organisation", "team", "user", "key", "model", "alias")
+FIGURES = ("requests", "failed", "input_tokens", "cached_tokens", "output_tokens", "cost")
+HOURS_LIFE_S, DAYS_LIFE_S = 40 * 86_400, 800 * 86_400
+"""How long the books of hours and those of days are kept."""
+MAX_DAYS = 800
+_SEPARATOR = "\x1f"
+
+Period = Literal["hour", "day", "month"]
+PERIODS: tuple[Period, ...] = get_args(Period)
+
+Figures = list[int]
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """Where figures belong: a book, which is a hash in Redis, and a name in it."""
+
+    book: str
+    name: str
+    life_s: int
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report is of: days from `first` to `last`, both included, in UTC."""
+
+    first: date
+    last: date
+    by: tuple[str, ...] = ("day",)
+    only: Mapping[str, str] = {}
+    """Values that dimensions must have."""
+
+    def check(self) -> None:
+        """Raises InvalidRequestError that names the field."""
+        for name in self.by:
+            if name not in (*PERIODS, *DIMENSIONS):
+                known = ", ".join((*PERIODS, *DIMENSIONS))
+                raise InvalidRequestError(f"by must be of {known}.", param="by")
+        if not 0 <= (self.last - self.first).days < MAX_DAYS:
+            raise InvalidRequestError(f"to must follow from within {MAX_DAYS} days.", param="to")
+
+    @property
+    def by_hour(self) -> bool:
+        return "hour" in self.by
+
+    def books(self) -> list[str]:
+        """The books that hold its figures."""
+        days = [self.first + timedelta(days=n) for n in range((self.last - self.first).days + 1)]
+        if self.by_hour:
+            return [keys.book_of_hours(day.isoformat()) for day in days]
+        return sorted({keys.book_of_days(day.isoformat()[:7]) for day in days})
+
+
+def cells_of(record: UsageRecord) -> tuple[Cell, Cell]:
+    """The cells of a record: its hour and its day."""
+    when = datetime.fromtimestamp(record.at, UTC)
+    place = [getattr(record, name).replace(_SEPARATOR, " ").replace("\t", " ")
+             for name in DIMENSIONS]  # fmt: skip
+    day, hour = when.date().isoformat(), f"{when:%Y-%m-%dT%H}"
+    return (
+        Cell(keys.book_of_hours(day), _SEPARATOR.join([hour, *place]), HOURS_LIFE_S),
+        Cell(keys.book_of_days(day[:7]), _SEPARATOR.join([day, *place]), DAYS_LIFE_S),
+    )
+
+
+def figures_of(record: UsageRecord) -> Figures:
+    failed = record.outcome in ("error", "lost")
+    return [
+        1, int(failed), record.input_tokens, record.cached_tokens, record.output_tokens, record.cost
+    ]  # fmt: skip
+
+
+def fold(records: Iterable[UsageRecord]) -> dict[Cell, Figures]:
+    """Records as sums by cell."""
+    sums: dict[Cell, Figures] = defaultdict(lambda: [0] * len(FIGURES))
+    for record in records:
+        figures = figures_of(record)
+        for cell in cells_of(record):
+            into = sums[cell]
+            for number, amount in enumerate(figures):
+                into[number] += amount
+    return sums
+
+
+def report(query: Query, books: Iterable[Mapping[str, int]]) -> list[dict[str, str | int]]:
+    """Rows of a report, sorted: the values of `by`, then the figures. `cost` is in billionths."""
+    rows: dict[tuple[str, ...], Figures] = defaultdict(lambda: [0] * len(FIGURES))
+    for book in books:
+        for field, amount in book.items():
+            name, _, figure = field.rpartition("\t")
+            values = _values(name)
+            if _wanted(query, values):
+                rows[tuple(values[each] for each in query.by)][int(figure) - 1] += amount
+    return [
+        {**dict(zip(query.by, place, strict=True)), **dict(zip(FIGURES, rows[place], strict=True))}
+        for place in sorted(rows)
+    ]
+
+
+def _values(name: str) -> dict[str, str]:
+    when, *place = name.split(_SEPARATOR)
+    values = dict(zip(DIMENSIONS, place, strict=True))
+    return {"hour": when, "day": when[:10], "month": when[:7], **values}
+
+
+def _wanted(query: Query, values: Mapping[str, str]) -> bool:
+    if not query.first.isoformat() <= values["day"] <= query.last.isoformat():
+        return False
+    return all(values.get(name) == value for name, value in query.only.items())
+
+
+def money(nanos: int) -> str:
+    """Billionths as an exact decimal."""
+    sign, nanos = ("-", -nanos) if nanos < 0 else ("", nanos)
+    whole, part = divmod(nanos, 10**9)
+    return f"{sign}{whole}.{part:09d}".rstrip("0").rstrip(".")
+
+
+def days_between(first: str, last: str, today: date) -> tuple[date, date]:
+    """Dates as text, each inclusive; empty: the first of this month, and today.
+
+    Raises InvalidRequestError that names the field.
+    """
+    return _date(first, "from") or today.replace(day=1), _date(last, "to") or today
+
+
+def _date(text: str, param: str) -> date | None:
+    if not text:
+        return None
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise InvalidRequestError(f"{param} must be a date, 2026-12-31.", param=param) from None
+
+
+def names(by: str) -> Sequence[str]:
+    """`day,model` as a list."""
+    return tuple(part.strip() for part in by.split(",") if part.strip())

@@ -1,0 +1,250 @@
+"""Asks Redis whether a request may start, over all scopes at once, and says when it is over.
+
+What is open is renewed; what could not be settled, as Redis was away, is tried until it is. It
+knows no HTTP.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from typing import cast
+
+from forebay_shared import keys
+from forebay_shared.books import (
+    SETTLE,
+    Hold,
+    Outcome,
+    Rates,
+    UsageRecord,
+    encode_hold,
+    record_of,
+    settlement,
+)
+from forebay_shared.bus import Publisher
+from forebay_shared.errors import BusError, RateLimitError
+from forebay_shared.link import Argument, Value
+from forebay_shared.scripts import Script
+from forebay_shared.wire import Usage
+
+from forebay_gateway.teams.access import Access, Scope, Standing
+from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.plan import Plan, make_plan
+from forebay_gateway.teams.records import Model, Price
+
+log = logging.getLogger(__name__)
+
+RENEW_AFTER_S = keys.HOLD_MS / 3000
+MAX_UNSETTLED = 65_536
+"""Settlements that wait for Redis; the oldest beyond it are left to the ledger."""
+ADMIT_S = 2.0
+AGAIN_S = 2.0
+
+_DIMENSIONS = {
+    "requests_per_minute": "requests per minute",
+    "input_tokens_per_minute": "input tokens per minute",
+    "output_tokens_per_minute": "output tokens per minute",
+    "tokens_per_minute": "tokens per minute",
+    "tokens_per_day": "tokens per day",
+    "concurrent_requests": "concurrent requests",
+}
+
+
+class Permit:
+    """An admitted request: settle it once, when it is over."""
+
+    __slots__ = ("_limiter", "hold", "renewed_at", "standing")
+
+    def __init__(self, limiter: "Limiter", hold: Hold, standing: Standing, now: float) -> None:
+        self._limiter = limiter
+        self.hold = hold
+        self.standing = standing
+        self.renewed_at = now
+
+    def settle(self, usage: Usage, outcome: Outcome, attempts: int) -> None:
+        """Gives back what it reserved, charges what it used, and writes its record."""
+        self._limiter.settle(self.hold, record_of(self.hold, usage, outcome, attempts))
+
+
+class Limiter:
+    """All admitted requests of this gateway."""
+
+    def __init__(self, publisher: Publisher, directory: Directory) -> None:
+        self._publisher = publisher
+        self._directory = directory
+        self._admit = Script("admit")
+        self._renew = Script("renew")
+        self._plans: dict[tuple[str, str], Plan] = {}
+        self._generation = -1
+        self._open: dict[str, Permit] = {}
+        self._unsettled: OrderedDict[str, _Settlement] = OrderedDict()
+        self.refused = 0
+        self.abandoned = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def unsettled(self) -> int:
+        """Settlements that Redis has not confirmed yet."""
+        return len(self._unsettled)
+
+    async def admit(
+        self, access: Access, record: UsageRecord, input_tokens: int, output_tokens: int
+    ) -> Permit:
+        """Reserves in all scopes. `record` says who asks for what; `output_tokens` is the most.
+
+        Raises:
+            RateLimitError: with the scope that refused, and when to come again.
+            BusError: Redis does not answer.
+        """
+        if not self._publisher.connected:
+            raise _away()
+        now = time.time()
+        plan = self._plan(access, record.model, now)
+        rates = self._rates(record.model)
+        hold = Hold(
+            record=record,
+            rates=rates,
+            states=plan.states,
+            slots=plan.slots,
+            plans=plan.limits,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            cost=rates.cost(input_tokens, 0, output_tokens),
+        )
+        try:
+            answer = await self._ask(hold)
+        except BaseException:  # it may have been admitted all the same
+            self._enqueue(hold, record_of(hold, Usage(), "cancelled"), only_held=True)
+            raise
+        standing = Standing(
+            *(
+                None if n < 0 else (n, left, ms / 1000)
+                for n, left, ms in (cast("list[int]", answer[1:4]), cast("list[int]", answer[4:7]))
+            )
+        )
+        if answer[0] != 1:
+            self.refused += 1
+            scope, limit, wait_ms = cast("tuple[int, bytes, int]", answer[7:10])
+            raise _refused(plan.scopes[scope - 1], limit.decode(), wait_ms / 1000, standing)
+        permit = Permit(self, hold, standing, now)
+        self._open[record.id] = permit
+        return permit
+
+    def settle(self, hold: Hold, record: UsageRecord) -> None:
+        """Sends the settlement; what Redis does not confirm is sent again by `upkeep`."""
+        self._open.pop(record.id, None)
+        self._enqueue(hold, record, only_held=False)
+
+    def upkeep(self) -> None:
+        """Renews what has been open for long, and sends again what was not confirmed. Call it
+        about once a second.
+        """
+        if not self._publisher.connected:
+            return
+        now = time.time()
+        for request_id, permit in self._open.items():
+            if now - permit.renewed_at > RENEW_AFTER_S:
+                permit.renewed_at = now
+                names = [keys.open_requests(), *permit.hold.slots]
+                self._renew.send(self._publisher, names, [0, request_id, keys.HOLD_MS])
+        late = [entry for entry in self._unsettled.values() if now - entry.sent_at > AGAIN_S]
+        for entry in late[:256]:
+            self._send(entry)
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Waits until all is settled; False when the time runs out."""
+        deadline = time.monotonic() + timeout_s
+        while self._unsettled:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    async def _ask(self, hold: Hold) -> list[Value]:
+        names = [keys.open_requests(), keys.holds(), *hold.states, *hold.slots]
+        arguments: list[Argument] = [
+            0, hold.record.id, keys.HOLD_MS, hold.input_tokens, hold.output_tokens, hold.cost,
+            len(hold.states), encode_hold(hold), *hold.plans,
+        ]  # fmt: skip
+        try:
+            async with asyncio.timeout(ADMIT_S):
+                answer = await self._admit.call(self._publisher, names, arguments)
+        except TimeoutError:
+            raise _away() from None
+        return cast("list[Value]", answer)
+
+    def _enqueue(self, hold: Hold, record: UsageRecord, *, only_held: bool) -> None:
+        names, arguments = settlement(hold, record, only_held=only_held)
+        entry = self._unsettled[record.id] = _Settlement(record.id, names, arguments)
+        if len(self._unsettled) > MAX_UNSETTLED:
+            self._unsettled.popitem(last=False)
+            self.abandoned += 1
+        self._send(entry)
+
+    def _send(self, entry: "_Settlement") -> None:
+        entry.sent_at = time.time()
+
+        def answered(future: asyncio.Future[Value]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                self._unsettled.pop(entry.request_id, None)
+
+        SETTLE.send(self._publisher, entry.names, entry.arguments).add_done_callback(answered)
+
+    def _plan(self, access: Access, model: str, now: float) -> Plan:
+        if self._generation != self._directory.generation:
+            self._generation = self._directory.generation
+            self._plans = {}
+        place = (access.key.id, model)
+        plan = self._plans.get(place)
+        if plan is None or now >= plan.until:
+            record = self._directory.model(model)
+            scopes = [*access.scopes, Scope("model", record)] if record else access.scopes
+            plan = self._plans[place] = make_plan(scopes, now)
+        return plan
+
+    def _rates(self, model: str) -> Rates:
+        return rates_of(self._directory.model(model))
+
+
+class _Settlement:
+    """A settlement that Redis has not confirmed."""
+
+    __slots__ = ("arguments", "names", "request_id", "sent_at")
+
+    def __init__(self, request_id: str, names: list[str], arguments: list[Argument]) -> None:
+        self.request_id = request_id
+        self.names = names
+        self.arguments = arguments
+        self.sent_at = 0.0
+
+
+def rates_of(model: Model | None) -> Rates:
+    """Prices per million, which are millionths per token, in billionths per token."""
+    price = model.price if model is not None else Price()
+    cached = price.input if price.cached_input is None else price.cached_input
+    return Rates(price.input * 1000, cached * 1000, price.output * 1000)
+
+
+class RefusedError(RateLimitError):
+    """A limit is reached; `standing` is what the answer's headers say."""
+
+    def __init__(self, message: str, retry_after_s: float, standing: Standing) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.standing = standing
+
+
+def _refused(scope: str, limit: str, wait_s: float, standing: Standing) -> RefusedError:
+    what = _DIMENSIONS.get(limit)
+    if what is None:
+        what = "budget for this " + limit.removesuffix("_budget")
+        if limit == "total_budget":
+            what = "budget"
+    return RefusedError(
+        f"The {scope} has reached its limit: {what}. Please wait and retry.", wait_s, standing
+    )
+
+
+def _away() -> BusError:
+    return BusError("Limits cannot be checked now. Please retry.", retry_after_s=1.0)

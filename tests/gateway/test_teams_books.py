@@ -1,0 +1,293 @@
+"""Limits and books over several gateways, a real Redis and real workers: exact, and once."""
+
+import asyncio
+import contextlib
+import re
+import signal
+from collections.abc import Sequence
+from datetime import UTC, date, datetime
+
+import pytest
+from bus_house import WorkerProcess, answer, job, run_job, workers
+from forebay_gateway.backend import Backend
+from forebay_gateway.dispatch import Job
+from forebay_gateway.teams.books import Query, cells_of, days_between, fold, money, report
+from forebay_gateway.teams.caller import Caller
+from forebay_gateway.teams.records import Budget, Entry, Limits, Model, Price, Team
+from forebay_gateway.teams.secrets import split
+from forebay_shared import keys
+from forebay_shared.books import UsageRecord, decode_record
+from forebay_shared.errors import BusError, RateLimitError
+from forebay_shared.wire import Usage
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from redis_house import RedisServer, WaitUntil
+from teams_house import BASICS, gateways, key_of, write
+
+PRICED = Model(id="echo", price=Price(input=1.0, cached_input=0.5, output=3.0))
+
+
+async def caller_of(backend: Backend, sent: str, entries: Sequence[Entry] = ()) -> Caller:
+    if entries:
+        await write(backend, entries)
+    token = split(sent.encode())
+    assert token is not None
+    return backend.teams.identify(token, "10.0.0.1")
+
+
+def metered(backend: Backend, caller: Caller, **fields: int) -> Job:
+    one = job(backend, **fields)
+    return replace(one, toll=caller.toll("echo", "echo"))
+
+
+def records(redis: RedisServer) -> list[UsageRecord]:
+    return [decode_record(fields[b"p"]) for _, fields in redis.client.xrange(keys.records())]
+
+
+async def test_three_gateways_admit_together_what_one_would(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    key, sent = key_of(limits=Limits(requests_per_minute=10))
+    async with gateways(redis_server.url, 3, wait_until) as backends:
+        with workers(redis_server.url, 1):
+            for backend in backends:
+                await wait_until(lambda backend=backend: backend.roster.ready, 30)
+            revision = await write(backends[0], [*BASICS, key])
+            for backend in backends:
+                assert await backend.teams.sync.reached(revision, 2)
+            callers = [(b, await caller_of(b, sent)) for b in backends for _ in range(10)]
+            outcomes = await asyncio.gather(
+                *(run_job(backend, metered(backend, caller)) for backend, caller in callers),
+                return_exceptions=True,
+            )
+            refused = [each for each in outcomes if isinstance(each, RateLimitError)]
+            assert len(refused) == 20
+            assert len(outcomes) - len(refused) == 10
+            assert all("key " + key.id in each.message for each in refused)
+            assert all(4 <= (each.retry_after_s or 0) <= 6 for each in refused)
+            headers = dict(callers[0][1].headers)
+            assert headers[b"x-ratelimit-limit-requests"] == b"10"
+            await wait_until(lambda: len(records(redis_server)) == 10)
+
+
+async def test_every_way_to_end_is_on_the_books_once_with_what_the_worker_measured(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    key, sent = key_of(user="ann")
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        with workers(redis_server.url, 1, delay_ms=5):
+            await wait_until(lambda: backend.roster.ready, 30)
+            caller = await caller_of(backend, sent, [*BASICS, key, PRICED])
+            await run_job(backend, metered(backend, caller, tokens=7, n=2))
+            async with backend.dispatcher.generate(metered(backend, caller, tokens=500)) as left:
+                await answer(left, until=5)
+            async with backend.dispatcher.generate(
+                metered(backend, caller, tokens=500, n=2)
+            ) as stopped:
+                so_far = await answer(stopped, until=4)
+                stopped.stop(0)
+                await answer(stopped, until=20, so_far=so_far)
+                stopped.stop(1)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await run_job(backend, metered(backend, caller, tokens=500))
+            await wait_until(lambda: len(records(redis_server)) == 4)
+            found = {record.id: record for record in records(redis_server)}
+            assert len(found) == 4
+            made = sum(record.output_tokens for record in found.values())
+
+            async def counted() -> float:
+                text = await backend.metrics()
+                lines = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", text, re.M)
+                return sum(map(float, lines))
+
+            for _ in range(100):
+                if await counted() == made:
+                    break
+                await asyncio.sleep(0.05)
+            assert await counted() == made
+            outcomes = sorted(record.outcome for record in found.values())
+            assert outcomes == ["cancelled", "cancelled", "completed", "completed"]
+            for record in found.values():
+                assert (record.team, record.organisation) == ("red", "acme")
+                assert (record.user, record.key, record.model) == ("ann", key.id, "echo")
+                assert record.input_tokens == 3
+                fresh = record.input_tokens - record.cached_tokens
+                cost = fresh * 1000 + record.cached_tokens * 500 + record.output_tokens * 3000
+                assert record.cost == cost
+            assert redis_server.client.zcard(keys.open_requests()) == 0
+            assert redis_server.client.hlen(keys.holds()) == 0
+
+            keeper = backend.teams.bookkeeper
+            await wait_until(lambda: keeper.folded == 4)
+            first, last = days_between("", "", datetime.now(UTC).date())
+            [row] = await keeper.report(Query(first=first, last=last, by=("team", "user")))
+            assert row["output_tokens"] == made
+            assert row["requests"] == 4
+            assert row["cost"] == sum(record.cost for record in found.values())
+
+
+async def test_a_moved_request_is_charged_once(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    key, sent = key_of()
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        with workers(redis_server.url, 1, delay_ms=5, drain_s=0) as running:
+            await wait_until(lambda: backend.roster.ready, 30)
+            [first] = backend.roster.workers
+            running += [WorkerProcess(redis_server.url, 5, 0)]
+            await wait_until(lambda: len(backend.roster.workers) == 2, 30)
+            caller = await caller_of(backend, sent, [*BASICS, key])
+            one = metered(backend, caller, tokens=300)
+            async with backend.dispatcher.generate(one) as generation:
+                so_far = await answer(generation, until=10)
+                assert generation.placement is not None
+                busy = running[0 if generation.placement.worker == first else 1]
+                busy.send(signal.SIGTERM)
+                got = await answer(generation, so_far=so_far)
+            assert got.count == 300
+            await wait_until(lambda: len(records(redis_server)) == 1)
+            [record] = records(redis_server)
+            assert (record.input_tokens, record.output_tokens, record.attempts) == (3, 300, 2)
+
+
+async def test_a_dead_gateways_requests_are_settled_by_their_worker(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    limits = Limits(concurrent_requests=1, tokens_per_minute=10_000)
+    key, sent = key_of(limits=limits)
+    async with gateways(redis_server.url, 2, wait_until) as [dead, alive]:
+        with workers(redis_server.url, 1, delay_ms=20):
+            await wait_until(lambda: dead.roster.ready and alive.roster.ready, 30)
+            revision = await write(dead, [*BASICS, key])
+            assert await alive.teams.sync.reached(revision, 2)
+            generation = dead.dispatcher.generate(
+                metered(dead, await caller_of(dead, sent), tokens=5_000)
+            )
+            await generation.__aenter__()
+            await answer(generation, until=5)
+            with pytest.raises(RateLimitError, match="concurrent requests"):
+                await run_job(alive, metered(alive, await caller_of(alive, sent)))
+            for supervisor in reversed(dead.supervisors):
+                await supervisor.stop()  # it says nothing any more
+            await wait_until(lambda: len(records(redis_server)) == 1, 15)
+            [record] = records(redis_server)
+            assert record.outcome == "cancelled"
+            assert record.output_tokens >= 5
+            await run_job(alive, metered(alive, await caller_of(alive, sent)))
+            await wait_until(lambda: len(records(redis_server)) == 2)
+
+
+async def test_what_nobody_settled_is_given_up_and_its_budget_comes_back(
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay_gateway.teams.bookkeeper.GRACE_MS", -keys.HOLD_MS - 1000)
+    monkeypatch.setattr("forebay_gateway.teams.bookkeeper.SWEEP_S", 0.0)
+    key, sent = key_of(budgets=(Budget(amount=1_000, unit="tokens", window="total"),))
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        caller = await caller_of(backend, sent, [*BASICS, key])
+        toll = caller.toll("echo", "echo")
+        assert toll is not None
+        await toll.admit("lost", 100, 5_000)
+        with pytest.raises(RateLimitError, match="budget"):
+            await toll.admit("next", 100, 100)
+        await wait_until(lambda: len(records(redis_server)) == 1)
+        [record] = records(redis_server)
+        assert (record.outcome, record.input_tokens, record.output_tokens) == ("lost", 100, 0)
+        await toll.admit("next", 100, 100)
+
+
+@pytest.mark.chaos
+async def test_a_settlement_waits_for_a_redis_that_is_away_and_counts_once(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    key, sent = key_of(limits=Limits(tokens_per_minute=1_000))
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        with workers(redis_server.url, 1):
+            await wait_until(lambda: backend.roster.ready, 30)
+            caller = await caller_of(backend, sent, [*BASICS, key])
+            toll = caller.toll("echo", "echo")
+            assert toll is not None
+            permit = await toll.admit("one", 3, 10)
+            redis_server.kill()
+            await wait_until(lambda: not backend.connected)
+            permit.settle(Usage(3, 0, 10), "completed", 1)
+            await wait_until(lambda: not backend.publisher.connected)
+            with pytest.raises(BusError):
+                await toll.admit("two", 3, 10)
+            redis_server.start()
+            await wait_until(lambda: backend.connected)
+            await wait_until(lambda: backend.teams.limiter.unsettled == 0, 15)
+            assert len(records(redis_server)) == 1
+            await toll.admit("three", 3, 10)
+
+
+async def test_limits_change_at_once_and_a_team_shares_its_limit(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    one, sent = key_of()
+    two, other = key_of()
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        await write(backend, [*BASICS, one, two])
+        first, second = await caller_of(backend, sent), await caller_of(backend, other)
+
+        async def admit(caller: Caller, number: int) -> None:
+            toll = caller.toll("echo", "echo")
+            assert toll is not None
+            await toll.admit(f"r{number}", 1, 1)
+
+        for number in range(5):
+            await admit(first, number)
+        team = Team(id="red", organisation="acme", limits=Limits(requests_per_minute=2))
+        await write(backend, [team])
+        first, second = await caller_of(backend, sent), await caller_of(backend, other)
+        await admit(first, 10)
+        await admit(second, 11)
+        for caller in (first, second):
+            with pytest.raises(RateLimitError, match="The team red has reached"):
+                await admit(caller, 12)
+
+
+usage_records = st.builds(
+    UsageRecord,
+    id=st.uuids().map(str),
+    at=st.floats(1_700_000_000, 1_700_500_000),
+    team=st.sampled_from(["red", "blue", "a\x1fb\tc"]),
+    model=st.sampled_from(["m", "Qwen/Qwen3"]),
+    outcome=st.sampled_from(["completed", "error", "lost"]),
+    input_tokens=st.integers(0, 1000),
+    output_tokens=st.integers(0, 1000),
+    cost=st.integers(0, 10**12),
+)
+
+
+@given(st.lists(usage_records, max_size=20), st.integers(0, 20))
+def test_reports_add_up_however_the_records_were_folded(
+    given_records: list[UsageRecord], cut: int
+) -> None:
+    books: dict[str, dict[str, int]] = {}
+    for part in (given_records[:cut], given_records[cut:]):
+        for cell, figures in fold(part).items():
+            book = books.setdefault(cell.book, {})
+            for number, amount in enumerate(figures, 1):
+                field = f"{cell.name}\t{number}"
+                book[field] = book.get(field, 0) + amount
+    first, last = days_between("2023-11-01", "2023-12-31", date(2023, 12, 1))
+    for by in (("team",), ("day", "model"), ("hour",), ()):
+        query = Query(first=first, last=last, by=by)
+        rows = report(query, [books[name] for name in query.books() if name in books])
+        assert sum(row["output_tokens"] for row in rows) == sum(
+            record.output_tokens for record in given_records
+        )
+        assert sum(row["cost"] for row in rows) == sum(record.cost for record in given_records)
+        assert sum(row["failed"] for row in rows) == sum(
+            record.outcome != "completed" for record in given_records
+        )
+    assert all(cell.name.count("\x1f") == 6 for r in given_records for cell in cells_of(r))
+
+
+def test_money_is_exact() -> None:
+    assert [money(n) for n in (0, 1, 10**9, 1_500_000_000, -25 * 10**7)] == [
+        "0", "0.000000001", "1", "1.5", "-0.25",
+    ]  # fmt: skip

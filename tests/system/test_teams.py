@@ -1,0 +1,302 @@
+"""Teams on a real server: the guide's way from nothing to three teams, and who may do what."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from forebay_gateway.admin.client import AdminClient
+from forebay_gateway.api.admin.routes import route_table
+from forebay_shared.settings import Secret, StartError
+from serve_house import Serve, starting, until
+
+pytestmark = pytest.mark.system
+
+DOCUMENT = """\
+models:
+  - id: echo
+    price: {input: 1.0, cached_input: 0.1, output: 2.0}
+organisations:
+  - id: acme
+    budgets: [{amount: 100, window: month, time_zone: Europe/Berlin}]
+    keys: [{name: boss, role: owner}]
+    teams:
+      - id: red
+        models: [echo]
+        limits: {requests_per_minute: 1000, tokens_per_minute: 100000}
+        users: [{id: ann, role: admin}, {id: bob}]
+        keys:
+          - {name: app}
+          - {name: ann, user: ann, role: admin}
+          - {name: bob, user: bob, role: member}
+          - {name: eye, role: viewer}
+      - id: blue
+        models: [other]
+        keys: [{name: app, expires: 2099-12-31}]
+  - id: umbrella
+    teams:
+      - id: green
+        limits: {requests_per_minute: 2}
+        keys: [{name: app}]
+"""
+
+
+class House:
+    """One server with its teams. `tokens` are by team and name."""
+
+    def __init__(self, server: Serve, data: Path) -> None:
+        self.server = server
+        self.data = data
+        self.base = server.url.removesuffix("/v1")
+        self.file = data / "teams.yaml"
+        self.file.write_text(DOCUMENT)
+        self.admin = AdminClient(server.url, Secret((data / "admin-key").read_text().strip()))
+        self.tokens: dict[str, str] = {}
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """`forebay admin`, as a user types it."""
+        command = [sys.executable, "-m", "forebay_shared.cli", "admin"]
+        where = ["--url", self.base, "--data-dir", str(self.data)]
+        return subprocess.run(
+            [*command, *where, *words], capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def client(self, name: str) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=self.server.url, api_key=self.tokens[name], max_retries=0, timeout=30
+        )
+
+    def http(self, name: str) -> httpx.Client:
+        key = self.tokens.get(name, name)
+        return httpx.Client(
+            base_url=self.base, headers={"authorization": f"Bearer {key}"}, timeout=30
+        )
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    data = tmp_path_factory.mktemp("d")
+    with starting() as start:
+        server = start("--engine", "echo", "--gateways", "2", data=data).wait_ready(120)
+        house = House(server, data)
+        dry = house.run("apply", str(house.file), "--dry-run")
+        assert "create  team/red" in dry.stdout, dry.stderr
+        made = house.run("apply", str(house.file))
+        for line in made.stdout.splitlines():
+            name, _, token = line.partition("  sk-fb-")
+            if token:
+                house.tokens[name] = "sk-fb-" + token
+        assert len(house.tokens) == 7, made
+        yield house
+
+
+def ask(client: openai.OpenAI, **fields: object) -> str:
+    answer = client.chat.completions.create(
+        model="echo", messages=[{"role": "user", "content": "hello there"}], max_tokens=5, **fields
+    )
+    return answer.choices[0].message.content or ""
+
+
+def test_a_document_is_applied_once_and_exported_as_it_was(house: House) -> None:
+    assert house.run("apply", str(house.file)).stdout == "nothing to change\n"
+    exported = house.run("export").stdout
+    again = house.data / "again.yaml"
+    again.write_text(exported)
+    assert house.run("apply", str(again), "--prune").stdout == "nothing to change\n"
+    assert "sk-fb" not in exported
+    assert "digest" not in exported
+    bad = house.data / "bad.yaml"
+    bad.write_text(DOCUMENT.replace("requests_per_minute: 2", "requests_per_minuet: 2"))
+    refused = house.run("apply", str(bad))
+    assert refused.returncode == 2
+    assert "organisations[1].teams[0].limits.requests_per_minuet" in refused.stderr
+
+
+def test_a_team_sees_its_models_and_is_held_to_its_limits(house: House) -> None:
+    red, blue, green = (house.client(f"{team}/app") for team in ("red", "blue", "green"))
+    assert ask(red)
+    assert [model.id for model in red.models.list()] == ["echo"]
+    assert not list(blue.models.list())
+    with pytest.raises(openai.NotFoundError):
+        ask(blue)
+    assert ask(green)
+    assert ask(green)
+    with pytest.raises(openai.RateLimitError) as caught:
+        ask(green)
+    headers = caught.value.response.headers
+    assert 1 <= int(headers["retry-after"]) <= 60
+    assert headers["x-ratelimit-limit-requests"] == "2"
+    assert headers["x-ratelimit-remaining-requests"] == "0"
+    assert "The team green" in str(caught.value)
+    raw = red.completions.with_raw_response.create(model="echo", prompt="hi", max_tokens=3)
+    assert raw.headers["x-ratelimit-limit-tokens"] == "100000"
+    assert int(raw.headers["x-ratelimit-remaining-tokens"]) < 100_000
+
+
+def test_usage_is_on_the_books_with_its_cost(house: House) -> None:
+    ask(house.client("red/app"), stream=False)
+
+    def booked() -> bool:
+        shown = house.admin.call("GET", "usage", query={"by": "team,model", "team": "red"})
+        return bool(shown["data"])
+
+    until(booked)
+    with house.http("red/app") as http:
+        [row] = http.get("/v1/usage", params={"by": "team"}).json()["data"]
+    assert row["team"] == "red"
+    assert row["output_tokens"] >= 5
+    fresh = row["input_tokens"] - row["cached_tokens"]
+    cost = fresh * 1e-6 + row["cached_tokens"] * 1e-7 + row["output_tokens"] * 2e-6
+    assert float(row["cost"]) == pytest.approx(cost)
+    table = house.run("usage", "--team", "red", "--by", "day,key", "--format", "csv").stdout
+    assert table.startswith("day,key,requests,failed,input_tokens,")
+    records = list(house.admin.pages("records"))
+    assert {record["team"] for record in records} <= {"red", "green"}
+
+
+def test_a_rotated_key_fails_no_request_and_a_deleted_one_ends_everywhere(house: House) -> None:
+    made = house.run("keys", "create", "--team", "red", "--name", "turning")
+    old = made.stdout.strip()
+    key_id = old.split("-")[2]
+    new = house.run("keys", "rotate", key_id).stdout.strip()
+    for token in (old, new):
+        with house.http(token) as http:
+            assert all(http.get("/v1/models").status_code == 200 for _ in range(6))
+    assert house.run("keys", "rotate", key_id, "--grace-hours", "0").returncode == 0
+    with house.http(old) as http:
+        until(lambda: http.get("/v1/models").status_code == 401, 1.0)
+        assert all(http.get("/v1/models").status_code == 401 for _ in range(6))
+    house.run("keys", "disable", key_id)
+    assert house.run("keys", "delete", key_id).stdout == f"deleted {key_id}\n"
+    with house.http(new) as http:
+        assert http.get("/v1/models").status_code == 401
+
+
+def test_a_change_says_what_it_had_read(house: House) -> None:
+    with house.http(str(house.admin._key)) as http:
+        seen = http.get("/admin/v1/teams/blue")
+        tag = seen.headers["etag"]
+        body = {**seen.json(), "name": "Blue"}
+        changed = http.put("/admin/v1/teams/blue", json=body, headers={"if-match": tag})
+        assert changed.status_code == 200
+        stale = http.put("/admin/v1/teams/blue", json=body, headers={"if-match": tag})
+        assert stale.status_code == 412
+        twice = http.put("/admin/v1/teams/blue", json=body, headers={"if-none-match": "*"})
+        assert twice.status_code == 412
+        below = http.delete("/admin/v1/teams/blue")
+        assert below.status_code == 409
+        back = http.put("/admin/v1/teams/blue", json=seen.json())
+        assert back.status_code == 200
+        page = http.get("/admin/v1/keys", params={"limit": 2}).json()
+        assert len(page["data"]) == 2
+        assert page["next"]
+        for path in ("usage?by=colour", "usage?from=soon", "audit?after=x", "keys?limit=-1"):
+            assert http.get(f"/admin/v1/{path}").status_code == 400, path
+
+
+# What a role may do: the owner of the fleet everything, the others what is named here.
+READS = {"GET /admin/v1/whoami", "GET /admin/v1/openapi.json"}
+LISTS = {f"GET /admin/v1/{p}" for p in ("organisations", "teams", "users", "keys", "aliases")}
+LISTS |= {"GET /admin/v1/models", "GET /admin/v1/models/{id}"}
+MATRIX = {
+    "viewer": READS | LISTS | {"GET /v1/usage"},
+    "member": READS | LISTS | {"GET /v1/usage"},
+    "admin": READS | LISTS | {"GET /v1/usage"},
+    "owner": READS | LISTS | {"GET /admin/v1/usage"},
+}
+KEYS = {"viewer": "red/eye", "member": "red/bob", "admin": "red/ann", "owner": "acme/boss"}
+TARGETS = {
+    "organisations": "umbrella", "teams": "green", "users": "nobody", "models": "echo",
+    "aliases": "none", "keys": "0123456789ab", "rotate": "0123456789ab",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("role", [*MATRIX, "configured", "nobody"])
+def test_every_route_is_closed_to_every_role_but_those_that_are_named(
+    house: House, role: str
+) -> None:
+    """Each route with what belongs to another organisation, or to all."""
+    table = [(row.method, row.path) for row in route_table(None, None)]  # type: ignore[arg-type]
+    key = {"configured": house.server.key, "nobody": "sk-fb-000000000000-0"}.get(role)
+    with house.http(key or KEYS[role]) as http:
+        for method, path in [*table, ("GET", "/admin/v1/openapi.json")]:
+            kind = path.split("/")[3] if path.startswith("/admin") else ""
+            target = path.replace("{id}", TARGETS.get(kind, "x"))
+            body = {"organisation": "umbrella", "team": "green", "price": {}, "name": "x"}
+            sent = None if method in ("GET", "DELETE") else body
+            status = http.request(method, target, json=sent).status_code
+            allowed = f"{method} {path}" in MATRIX.get(role, set())
+            if role == "nobody":
+                assert status == 401, (method, path)
+            elif allowed:
+                assert status == 200, (method, path)
+            else:
+                assert status in (400, 403, 404), (method, path, status)
+
+
+def test_no_spelling_of_a_path_opens_the_admin_api(house: House) -> None:
+    paths = [
+        "/admin/v1/export",
+        "//admin//v1/export",
+        "/admin/v1/export/",
+        "/v1/../admin/v1/export",
+    ]
+    paths += ["/admin/v1/%65xport", "/health/../admin/v1/export", "/ADMIN/v1/export"]
+    for name in ("red/app", "red/ann"):
+        with house.http(name) as http:
+            for path in paths:
+                for headers in ({}, {"host": "x/health"}, {"x-original-url": "/health"}):
+                    status = http.get(path, headers=headers).status_code
+                    assert status in (400, 403, 404), path
+
+
+def test_a_team_admin_rules_its_team_and_nothing_above_it(house: House) -> None:
+    with house.http("red/ann") as http:
+        made = http.post("/admin/v1/keys", json={"team": "red", "name": "hers"})
+        assert made.status_code == 201
+        key_id = made.json()["id"]
+        assert http.get(f"/admin/v1/keys/{key_id}").status_code == 200
+        for body in (
+            {"team": "red", "name": "up", "role": "owner"},
+            {"team": "blue", "name": "aside"},
+            {"name": "all", "role": "owner"},
+        ):
+            assert http.post("/admin/v1/keys", json=body).status_code == 403
+        team = {"organisation": "acme", "limits": {}}
+        assert http.put("/admin/v1/teams/red", json=team).status_code == 403
+        assert http.get("/admin/v1/usage", params={"team": "red"}).status_code == 200
+        assert http.get("/admin/v1/usage", params={"team": "blue"}).status_code == 403
+        assert http.get("/admin/v1/usage").status_code == 403
+        assert http.delete(f"/admin/v1/keys/{key_id}").status_code == 200
+    with house.http("red/bob") as http:
+        own = {"team": "red", "name": "bobs", "user": "bob"}
+        assert http.post("/admin/v1/keys", json=own).status_code == 201
+        assert http.post("/admin/v1/keys", json={**own, "user": "ann"}).status_code == 403
+        assert {key["user"] for key in http.get("/admin/v1/keys").json()["data"]} == {"bob"}
+
+
+def test_nothing_secret_is_in_any_answer_log_or_metric(house: House) -> None:
+    secrets = [token.split("-")[3] for token in house.tokens.values()]
+    secrets.append((house.data / "admin-key").read_text().strip())
+    shown = [json.dumps(list(house.admin.pages("audit"))), house.run("keys", "list").stdout]
+    with house.http(str(house.admin._key)) as http:
+        shown += [http.get(f"/admin/v1/{part}").text for part in ("keys", "export", "records")]
+        shown.append(http.get("/metrics").text)
+    shown += house.server.stderr
+    for text in shown:
+        assert not any(secret in text for secret in secrets)
+        assert '"digest"' not in text
+    assert any("apply" in text for text in shown)
+
+
+def test_the_admin_key_pays_for_nothing_and_a_wrong_one_is_told(house: House) -> None:
+    with house.http(str(house.admin._key)) as http:
+        body = {"model": "echo", "prompt": "x"}
+        assert http.post("/v1/completions", json=body).status_code == 403
+    with pytest.raises(StartError, match="not valid"):
+        AdminClient(house.base, Secret("no")).call("GET", "whoami")
+    assert house.run("whoami").stdout.splitlines()[1].startswith("the admin key  owner")
