@@ -165,7 +165,8 @@ def test_a_request_that_has_started_is_never_dropped_for_its_queue_time() -> Non
     core = make_core(FakeRunner())
     core.submit(make_submit("r", PROMPT, queue_timeout_ms=50), monotonic())
     core.step()
-    core._deadlines[0] = (0.0, *core._deadlines[0][1:])
+    waiting = core._requests._deadlines
+    waiting[0] = (0.0, *waiting[0][1:])
     assert isinstance(run(core)[-1], Done)
 
 
@@ -415,7 +416,7 @@ def test_the_load_counts_what_is_still_to_prefill() -> None:
 def test_waiting_siblings_cost_no_more_than_one() -> None:
     core = make_core(FakeRunner(), max_num_seqs=1)
     core.submit(make_submit("r", PROMPT, n=100), monotonic())
-    waiting = list(core._requests["r", 1].sequences.values())
+    waiting = list(core._requests.get(("r", 1)).sequences.values())
     assert len({id(sequence.token_ids) for sequence in waiting}) == 1
     assert core.load().waiting_tokens == 10 + 99 * 2
 

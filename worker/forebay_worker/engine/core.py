@@ -5,10 +5,7 @@ caller's. It knows messages, never how they travel. What goes wrong in a request
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from heapq import heappop, heappush
 from time import monotonic
 
 from forebay_shared.errors import (
@@ -16,10 +13,7 @@ from forebay_shared.errors import (
     EngineError,
     ForebayError,
     InvalidRequestError,
-    OverloadedError,
-    UnsupportedError,
 )
-from forebay_shared.sampling import Grammar
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import FinishReason, Load, Submit, Usage
 
@@ -27,12 +21,13 @@ from forebay_worker.engine import replies
 from forebay_worker.engine.batch import Sampled
 from forebay_worker.engine.block_manager import BlockManager
 from forebay_worker.engine.cache_log import CacheLog
-from forebay_worker.engine.grammar import Grammars, Preparation
-from forebay_worker.engine.intake import Limits, sequences_of
+from forebay_worker.engine.grammar import Grammars
+from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.pipeline import Flight, Pipeline
 from forebay_worker.engine.ports import Event, Recorder, Runner
 from forebay_worker.engine.rates import Rates
 from forebay_worker.engine.replies import Key
+from forebay_worker.engine.requests import Request, Requests
 from forebay_worker.engine.scheduler import Plan, Scheduler
 from forebay_worker.engine.sequence import Sequence
 
@@ -40,20 +35,6 @@ _log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
 """After this many failed steps in a row the engine calls itself dead."""
-_REMEMBERED = 8192
-"""Requests whose key is kept after their end, to know a duplicate."""
-
-
-@dataclass(slots=True)
-class Request:
-    """The sequences of one Submit that have not ended, by index."""
-
-    key: Key
-    gateway: str
-    sequences: dict[int, Sequence]
-    started: bool = False
-    preparation: Preparation | None = None
-    """Its grammar, while that is compiled; only then are its sequences queued."""
 
 
 class EngineCore:
@@ -87,27 +68,21 @@ class EngineCore:
             token_budget=settings.max_num_batched_tokens or runner.token_budget,
         )
         self._pipeline = Pipeline(runner)
-        self._limits = limits
         self._recorder = recorder
         self._grammars = grammars
-        self._preparing: dict[Preparation, Request] = {}
-        self._max_queued = settings.max_num_queued_reqs
-        self._requests: dict[Key, Request] = {}
-        self._ended: OrderedDict[Key, None] = OrderedDict()
-        self._deadlines: list[tuple[float, int, Request]] = []
-        self._num_queued = 0
+        self._requests = Requests(limits, grammars, settings.max_num_queued_reqs)
         self._serial = 0
         self._events: list[Event] = []
         self._failed_steps = 0
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._preparing and not self._pipeline
+        return self.scheduler.idle and not self._requests.num_preparing and not self._pipeline
 
     @property
     def stalled(self) -> bool:
         """Whether all that is left waits for its grammar."""
-        return self.scheduler.idle and bool(self._preparing) and not self._pipeline
+        return self.scheduler.idle and self._requests.num_preparing > 0 and not self._pipeline
 
     @property
     def healthy(self) -> bool:
@@ -116,7 +91,7 @@ class EngineCore:
     @property
     def next_deadline(self) -> float | None:
         """When the next waiting request expires, if none of it is served by then."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._requests.next_deadline
 
     def on_ready(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, on another thread, when a grammar is ready for the next step."""
@@ -125,9 +100,11 @@ class EngineCore:
 
     def wait_for_grammar(self, timeout_s: float) -> None:
         """Queues what has its grammar by now; waits for the first one at most so long."""
-        for preparation in self._grammars.finished(timeout_s) if self._grammars else ():
-            if (request := self._preparing.pop(preparation, None)) is not None:
-                self._take_grammar(request, preparation)
+        for request, preparation in self._requests.prepared(timeout_s):
+            if preparation.error is not None:
+                self._fail(request, preparation.error)
+            else:
+                self._enqueue_all(request)
 
     def check(self) -> None:
         """Raises when an idle engine's books do not balance."""
@@ -143,7 +120,7 @@ class EngineCore:
     def load(self) -> Load:
         return Load(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting) + len(self._preparing),
+            waiting=len(self.scheduler.waiting) + self._requests.num_preparing,
             waiting_tokens=self.scheduler.tokens_to_prefill,
             kv_usage=self.blocks.usage,
             prefill_rate=self._rates.prefill,
@@ -156,10 +133,10 @@ class EngineCore:
         Accepted is the service's to say, which does not wait for a step.
         """
         key = (submit.request_id, submit.attempt)
-        if key in self._requests or key in self._ended:
+        if key in self._requests:
             return
         try:
-            request = self._admit(submit, key, arrived)
+            request = self._requests.open(submit, key, arrived)
         except ForebayError as error:
             self._refuse(key, submit.gateway, error)
         except Exception:
@@ -181,13 +158,13 @@ class EngineCore:
                 self._finish(sequence, "abort", monotonic())
 
     def cancel_gateway(self, gateway: str) -> None:
-        for request in list(self._requests.values()):
+        for request in self._requests:
             if request.gateway == gateway:
                 self.cancel(*request.key)
 
     def fail_all(self, error: ForebayError) -> None:
         """Ends every request with the same error."""
-        for request in list(self._requests.values()):
+        for request in self._requests:
             self._fail(request, error)
 
     def step(self) -> None:
@@ -196,7 +173,8 @@ class EngineCore:
         the next one."""
         began, waited = monotonic(), self._pipeline.runner_s
         self.wait_for_grammar(0)
-        self._drop_expired(began)
+        for request in self._requests.expired(began):
+            self._fail(request, DeadlineError("The request waited too long for its turn."))
         if self._pipeline and self.scheduler.is_tight:
             self._land(began, waited)  # only what has landed can be preempted
             began, waited = monotonic(), self._pipeline.runner_s
@@ -228,44 +206,6 @@ class EngineCore:
         host_s = monotonic() - began - (self._pipeline.runner_s - waited)
         self._record(plan, counted, host_s)
 
-    def _admit(self, submit: Submit, key: Key, arrived: float) -> Request:
-        if self._num_queued >= self._max_queued:
-            raise OverloadedError("The engine's queue is full; try again later.")
-        if submit.sampling.grammar is not None and self._grammars is None:
-            raise UnsupportedError("This engine does not support grammars.", param="grammar")
-        sequences = sequences_of(submit, self._limits, arrived)
-        request = Request(key, submit.gateway, {each.index: each for each in sequences})
-        self._prepare(request, submit.sampling.grammar)
-        self._requests[key] = request
-        self._num_queued += 1
-        if submit.queue_timeout_ms > 0:
-            deadline = arrived + submit.queue_timeout_ms / 1000
-            self._serial += 1  # two deadlines may be equal
-            heappush(self._deadlines, (deadline, self._serial, request))
-        return request
-
-    def _prepare(self, request: Request, grammar: Grammar | None) -> None:
-        """Gives the sequences their matchers, or lets the request wait for them."""
-        if grammar is None or self._grammars is None:
-            return
-        outputs = {
-            each.index: each.token_ids[each.num_prompt :] for each in request.sequences.values()
-        }
-        preparation = Preparation(grammar, outputs)
-        if self._grammars.prepare(preparation):
-            _attach(request, preparation)
-        else:
-            request.preparation = preparation
-            self._preparing[preparation] = request
-
-    def _take_grammar(self, request: Request, preparation: Preparation) -> None:
-        if preparation.error is not None:
-            self._fail(request, preparation.error)
-            return
-        request.preparation = None
-        _attach(request, preparation)
-        self._enqueue_all(request)
-
     def _enqueue_all(self, request: Request) -> None:
         for at, sequence in enumerate(list(request.sequences.values())):
             self._enqueue(sequence, follows=at > 0)
@@ -280,24 +220,8 @@ class EngineCore:
             self._finish_full(sequence, sequence.arrived)
 
     def _refuse(self, key: Key, gateway: str, error: ForebayError) -> None:
-        self._remember(key)
+        self._requests.remember(key)
         self._events.append((gateway, replies.failed(key, error)))
-
-    def _remember(self, key: Key) -> None:
-        self._ended[key] = None
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
-
-    def _drop_expired(self, now: float) -> None:
-        """Fails what has waited too long; forgets the deadlines of what waits no more."""
-        while self._deadlines:
-            deadline, _, request = self._deadlines[0]
-            waits = bool(request.sequences) and not request.started
-            if waits and deadline > now:
-                return
-            heappop(self._deadlines)
-            if waits:
-                self._fail(request, DeadlineError("The request waited too long for its turn."))
 
     def _announce(self, plan: Plan, now: float) -> None:
         for sequence in plan.started:
@@ -305,10 +229,7 @@ class EngineCore:
 
     def _start(self, sequence: Sequence, now: float) -> None:
         sequence.started_at = now
-        request = self._requests[sequence.request_id, sequence.attempt]
-        if not request.started:
-            request.started = True
-            self._num_queued -= 1
+        self._requests.start(self._requests.of(sequence))
         self._events.append((sequence.gateway, replies.started(sequence, now)))
 
     def _settle_all(
@@ -322,8 +243,7 @@ class EngineCore:
             if sequence.ended:
                 continue  # by a cancel, a sibling's failure, or a stop that the launch foresaw not
             if sampled is not None and sampled.corrupt:
-                request = self._requests[sequence.request_id, sequence.attempt]
-                self._fail(request, _fault(sequence, sampled))
+                self._fail(self._requests.of(sequence), _fault(sequence, sampled))
                 continue
             self.blocks.publish(sequence, end)
             if sampled is not None and row.scored:
@@ -380,22 +300,13 @@ class EngineCore:
         error = EngineError("The engine failed in a step of this request.")
         for sequence in plan.sequences:
             if not sequence.ended:
-                request = self._requests[sequence.request_id, sequence.attempt]
-                self._fail(request, error, retryable=retryable)
+                self._fail(self._requests.of(sequence), error, retryable=retryable)
 
     def _remove(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         sequence.ended = True
-        request = self._requests[sequence.request_id, sequence.attempt]
-        if request.preparation is None:
+        if self._requests.of(sequence).preparation is None:
             self.scheduler.remove(sequence, poisoned=poisoned)
-        del request.sequences[sequence.index]
-        if not request.sequences:
-            if request.preparation is not None:
-                request.preparation.cancelled = True
-                self._preparing.pop(request.preparation, None)
-            self._num_queued -= not request.started
-            del self._requests[request.key]
-            self._remember(request.key)
+        self._requests.remove(sequence)
 
     def _count_end(self, sequence: Sequence, reason: str, usage: Usage, now: float) -> None:
         self._recorder.finished(
@@ -418,11 +329,6 @@ class EngineCore:
             preemptions=plan.preemptions,
             host_s=host_s,
         )
-
-
-def _attach(request: Request, preparation: Preparation) -> None:
-    for index, sequence in request.sequences.items():
-        sequence.matcher = preparation.matchers[index]
 
 
 def _fault(sequence: Sequence, sampled: Sampled) -> ForebayError:
