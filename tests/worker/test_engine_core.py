@@ -378,7 +378,7 @@ def test_a_result_of_the_wrong_shape_is_a_failed_step(monkeypatch: pytest.Monkey
 
 def test_an_unforeseen_fault_at_intake_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(FakeRunner())
-    monkeypatch.setattr("forebay_worker.engine.core.sequences_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("forebay_worker.engine.requests.sequences_of", lambda *_: 1 / 0)
     assert refusal(core, make_submit("r", PROMPT)).code == "engine_error"
 
 
