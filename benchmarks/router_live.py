@@ -3,10 +3,10 @@
     python benchmarks/router_live.py --traces DIR --peers DIR [--only forebay smg] [--rounds 1]
 
 The workers run the echo engine with a prefix cache of 6,000 blocks of 16 tokens and a prefill of
-5,000 tokens/s, so routing alone decides. The peers speak HTTP to their workers, so each of theirs
-is a whole `forebay serve`. The requests are a slice of a trace, streamed as they arrive, `--factor`
-times as fast, each block of 512 tokens cut to 64 bytes of text, which are as many tokens
-to the echo engine. Hit share is what the workers report in `usage`.
+5,000 tokens/s, so routing alone decides. The peers speak HTTP to their workers, so each of
+theirs has a gateway and a Redis of its own. The requests are a slice of a trace, streamed as they
+arrive, `--factor` times as fast, each block of 512 tokens cut to 64 bytes of text, which are as
+many tokens to the echo engine. Hit share is what the workers report in `usage`.
 """
 
 import argparse
@@ -38,7 +38,6 @@ ECHO = (
     f"--echo-prefill-rate 5000 --echo-cache-blocks {CACHE_BLOCKS} --max-model-len 100000"
 ).split()
 CLI = [sys.executable, "-m", "forebay_shared.cli"]
-KEY = "sk-benchmark"
 OUTPUT = 8
 
 
@@ -83,24 +82,24 @@ def started(options: argparse.Namespace, name: str) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     with contextlib.ExitStack() as stack:
         if name == "forebay":
-            command = [*CLI, "gateway", "--port", str(port), "--redis-url", _bus(stack)]
-            command += ["--api-key", KEY]
+            command = [*CLI, "gateway", "--port", str(port), "--redis-url"]
+            command += [_bus(stack, WORKERS)]
         else:
             command = [common.peer(options), "serve", name, "--port", str(port)]
             for _ in range(WORKERS):
                 command += ["--worker", _served(stack)]
-        stack.enter_context(common.server(command, url, key=KEY, model=MODEL))
+        stack.enter_context(common.server(command, url, model=MODEL))
         asyncio.run(_all_there(url))
         yield url
 
 
-def _bus(stack: contextlib.ExitStack) -> str:
-    """Redis and the workers on it; its URL."""
+def _bus(stack: contextlib.ExitStack, workers: int) -> str:
+    """Redis and workers on it; its URL."""
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     socket = f"{folder}/redis.sock"
     redis = [str(find_server()), "--port", "0", "--unixsocket", socket, "--save", ""]
     url = f"unix://{socket}"
-    for command in (redis, *([[*CLI, "worker", *ECHO, "--redis-url", url]] * WORKERS)):
+    for command in (redis, *([[*CLI, "worker", *ECHO, "--redis-url", url]] * workers)):
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder
         )
@@ -110,11 +109,11 @@ def _bus(stack: contextlib.ExitStack) -> str:
 
 
 def _served(stack: contextlib.ExitStack) -> str:
+    """A worker behind a gateway of its own, open to all, as the peers ask it without a key."""
     port = common.free_port()
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    command = [*CLI, "serve", *ECHO, "--port", str(port), "--data-dir", folder, "--api-key", KEY]
+    command = [*CLI, "gateway", "--port", str(port), "--redis-url", _bus(stack, 1)]
     url = f"http://127.0.0.1:{port}"
-    stack.enter_context(common.server(command, url, key=KEY, model=MODEL))
+    stack.enter_context(common.server(command, url, model=MODEL))
     return url
 
 
@@ -151,10 +150,9 @@ async def _ask(
         "model": MODEL, "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
-    headers = {"authorization": f"Bearer {KEY}"}
     sent, first = time.monotonic(), 0.0
     usage: dict[str, Any] = {}
-    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+    async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         parser = SseParser()
         async for part in response.content.iter_any():

@@ -28,7 +28,7 @@ from forebay_shared.wire import (
     Usage,
 )
 from forebay_worker import main, service
-from forebay_worker.engines.base import CacheLog, Emit, Recorder
+from forebay_worker.engines.base import Emit, Recorder
 from forebay_worker.engines.echo import EchoEngine
 from forebay_worker.service import Service
 from redis_house import RedisServer, WaitUntil
@@ -52,10 +52,6 @@ class PlayedEngine:
     @property
     def blobs(self) -> dict[str, bytes]:
         return self._echo.blobs
-
-    @property
-    def cache_log(self) -> CacheLog | None:
-        return None
 
     def start(self, emit: Emit, recorder: Recorder) -> None:
         self.emit = emit

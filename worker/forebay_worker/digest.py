@@ -16,7 +16,7 @@ from forebay_shared.link import PACKET_FIELD, Value
 from forebay_shared.packets import CACHE
 from forebay_shared.wire import CacheEvent, Digest, Snapshot
 
-from forebay_worker.engines.base import CacheLog, Engine
+from forebay_worker.engines.base import CacheLog, CacheTeller, Engine
 
 INTERVAL_S = 0.05
 SNAPSHOT_INTERVAL_S = 1.0
@@ -33,7 +33,7 @@ class Digests:
         self._engine = engine
         self._publisher = publisher
         self._loop = asyncio.get_running_loop()
-        self._log: CacheLog | None = engine.cache_log
+        self._log: CacheLog | None = engine.cache_log if isinstance(engine, CacheTeller) else None
         self._held: set[bytes] = set()
         self._publish_timer: asyncio.TimerHandle | None = None
         self._snapshot_timer: asyncio.TimerHandle | None = None

@@ -12,7 +12,7 @@ from forebay_shared.wire import Encode, Load, Submit
 from forebay_worker.engine.cache_log import CacheLog
 from forebay_worker.engine.ports import Emit, Recorder
 
-__all__ = ["CacheLog", "Emit", "Encoder", "Engine", "Recorder"]
+__all__ = ["CacheLog", "CacheTeller", "Emit", "Encoder", "Engine", "Recorder"]
 
 
 class Engine(Protocol):
@@ -24,12 +24,6 @@ class Engine(Protocol):
     @property
     def blobs(self) -> dict[str, bytes]:
         """Content by hash, uncompressed: the tokenizer.json and chat template that `card` names."""
-        ...
-
-    @property
-    def cache_log(self) -> CacheLog | None:
-        """Where it notes each block that enters or leaves its prefix cache, by the hashes of
-        `forebay_shared.blocks`; None for an engine that keeps none, or cannot say."""
         ...
 
     @property
@@ -73,4 +67,16 @@ class Encoder(Protocol):
         One Embedded or Failed ends it, or Done("abort") after a cancel. A Started goes before when
         it takes more than a step.
         """
+        ...
+
+
+@runtime_checkable
+class CacheTeller(Protocol):
+    """What an engine has besides when it can say what its prefix cache holds: requests then go to
+    the worker that has their prefix."""
+
+    @property
+    def cache_log(self) -> CacheLog | None:
+        """Where it notes each block that enters or leaves the cache, by the hashes of
+        `forebay_shared.blocks`; None when it keeps no cache."""
         ...
