@@ -24,6 +24,7 @@ from forebay_gateway.api.openai.routes import embedding_apps, generation_apps, m
 from forebay_gateway.api.openai.scoring import ScoringService
 from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.openai.turns import Turns
+from forebay_gateway.api.openapi.document import document_routes
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.request_ids import request_id
 from forebay_gateway.api.responses.routes import response_apps, response_routes
@@ -70,6 +71,7 @@ def create_app(
             *post_routes(posts),
             *model_routes(backend.roster),
             *response_routes(responses),
+            *document_routes(),
             *health_routes(backend, draining, warm, lambda: admission.open),
             *_team_routes(backend, settings.max_body_bytes),
         ],

@@ -12,7 +12,14 @@ from forebay_shared.errors import InvalidRequestError
 
 T = TypeVar("T")
 
+_NULL = msgspec.Raw(b"null")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def null() -> msgspec.Raw:
+    """What an absent field of raw JSON holds: a factory, since a schema cannot tell of such a
+    default."""
+    return _NULL
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:

@@ -10,12 +10,10 @@ import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from msgspec import Meta
 
-from forebay_gateway.api.decoding import decode
+from forebay_gateway.api.decoding import decode, null
 from forebay_gateway.api.openai.schema import Count
 
 MIN_BUDGET_TOKENS = 1024
-
-_NO_INPUT = msgspec.Raw(b"null")
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +33,7 @@ class Block(msgspec.Struct, frozen=True):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: msgspec.Raw = _NO_INPUT
+    input: msgspec.Raw = msgspec.field(default_factory=null)
     tool_use_id: str | None = None
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
@@ -71,7 +69,7 @@ class Thinking(msgspec.Struct, frozen=True):
 
 class OutputFormat(msgspec.Struct, frozen=True):
     type: str
-    schema: msgspec.Raw = _NO_INPUT
+    schema: msgspec.Raw = msgspec.field(default_factory=null)
 
 
 class OutputConfig(msgspec.Struct, frozen=True):

@@ -13,6 +13,8 @@ from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar
 from msgspec import Meta
 
+from forebay_gateway.api.decoding import null
+
 MAX_SCHEMA_DEPTH = 100
 
 REMOVED = {
@@ -23,13 +25,12 @@ REMOVED = {
 }
 """The old names of vLLM, and what took their place."""
 
-_ABSENT = msgspec.Raw(b"null")
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    schema: msgspec.Raw = _ABSENT
+    schema: msgspec.Raw = msgspec.field(default_factory=null)
     strict: bool | None = None
     description: str | None = None
 
@@ -42,7 +43,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 class StructuredOutputs(msgspec.Struct, frozen=True):
     """vLLM's extension: exactly one constraint."""
 
-    json: msgspec.Raw = _ABSENT
+    json: msgspec.Raw = msgspec.field(default_factory=null)
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None

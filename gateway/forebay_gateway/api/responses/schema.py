@@ -12,7 +12,7 @@ from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from forebay_shared.sampling import MAX_LOGPROBS
 from msgspec import Meta
 
-from forebay_gateway.api.decoding import decode
+from forebay_gateway.api.decoding import decode, null
 from forebay_gateway.api.openai import refused
 from forebay_gateway.api.openai.schema import Count, Effort, Penalty, TokenId
 from forebay_gateway.api.openai.structured import StructuredOutputs
@@ -88,7 +88,7 @@ class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
-    schema: msgspec.Raw = msgspec.Raw(b"null")
+    schema: msgspec.Raw = msgspec.field(default_factory=null)
     strict: bool | None = None
 
 
