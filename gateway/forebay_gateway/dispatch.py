@@ -42,7 +42,8 @@ LANE_PATIENCE_S = 2.5
 LANE_LIMIT = 16_384
 CANCEL_AGAIN_S = 0.5
 REPLACE_S = 6.0
-"""Longest wait for another worker once one was lost: after the lease, an answer within 10 s."""
+"""Longest wait for a worker where none lives. One that was lost is found by its lease first, so an
+answer comes within 10 s."""
 BUS_AWAY_S = 8.0
 """Redis away for longer ends what waits for it."""
 
@@ -180,15 +181,12 @@ class Dispatcher:
         avoid: Collection[str],
         after: ForebayError | None,
     ) -> Choice[Worker]:
-        """The worker for the next attempt; waits for one, and less long `after` one was lost."""
+        """The worker for the next attempt; waits for one, not long: clients try again."""
         choose, roster = self.routing.choose, self._roster
         if (choice := choose(roster.candidates(card), prompt, avoid)) is not None:
             return choice
-        queue_timeout_s = self.queue_timeout_ms / 1000
         try:
-            async with asyncio.timeout(
-                min(queue_timeout_s, REPLACE_S) if after else queue_timeout_s
-            ):
+            async with asyncio.timeout(min(self.queue_timeout_ms / 1000, REPLACE_S)):
                 while True:
                     await roster.changed()
                     choice = choose(roster.candidates(card), prompt, avoid)

@@ -59,7 +59,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, description="requests open at once in this process; more get a 503")
     ] = 4096
     queue_timeout_s: Annotated[
-        float, Meta(gt=0, description="longest wait for a worker and for a first step, in seconds")
+        float,
+        Meta(gt=0, description="longest wait for a first step in a worker, in seconds"),
     ] = 120.0
     prefix_index_bytes: Annotated[
         int, Meta(ge=0, description="memory for what the workers' prefix caches hold, in bytes")

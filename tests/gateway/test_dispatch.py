@@ -69,7 +69,7 @@ async def test_what_the_engine_refuses_is_raised_as_it_is(
     with workers(redis_url, 1):
         await wait_until(lambda: backend.roster.ready)
         with pytest.raises(ContextLengthError) as caught:
-            await run_job(backend, job(backend, range(40_000)))
+            await run_job(backend, job(backend, [65] * 40_000))
         assert caught.value.param == "prompt"
 
 

@@ -118,7 +118,10 @@ class StreamedAnswer:
         self._early_s = early_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = EventStream(send)
+        async with EventStream(send) as stream:
+            await self._run(stream, receive)
+
+    async def _run(self, stream: EventStream, receive: Receive) -> None:
         try:
             with _counted(self._open_streams):
                 async with WhileConnected(receive), self._transcript:

@@ -1,8 +1,12 @@
 """Server-sent events as clients need them: exactly `data: `, JSON, two line feeds.
 
 Some parsers lose every event whose `data:` has no space or whose lines end in CR LF; proxies hold
-back what is not marked as unbuffered. It knows no dialect.
+back what is not marked as unbuffered, and cut what is silent for a minute. It knows no dialect.
 """
+
+import asyncio
+from types import TracebackType
+from typing import Self
 
 from forebay_shared.errors import ForebayError
 from litestar.types import Send
@@ -10,6 +14,8 @@ from litestar.types import Send
 from forebay_gateway.api.errors import Headers, envelope
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE_S = 15.0
+_KEEP_ALIVE = b": keep-alive\n\n"
 
 _HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -19,23 +25,64 @@ _HEADERS: Headers = [
 
 
 class EventStream:
-    """Writes one event stream. `started` says that the status is out and errors must be events."""
+    """Writes one event stream. `started` says that the status is out and errors must be events.
 
-    __slots__ = ("_send", "started")
+    Use it as an async context manager. While it is open and nothing was written for `keep_alive_s`,
+    it writes a comment, which every parser skips.
+    """
 
-    def __init__(self, send: Send) -> None:
+    __slots__ = ("_comment", "_keep_alive_s", "_loop", "_send", "_timer", "_written", "started")
+
+    def __init__(self, send: Send, keep_alive_s: float = KEEP_ALIVE_S) -> None:
         self._send = send
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._written = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
         self.started = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._quiet()
 
     async def write(self, events: bytes) -> None:
         """Sends whole events, in one write; the headers first."""
+        self._written = self._loop.time()
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            self._timer = self._loop.call_later(self._keep_alive_s, self._check)
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes = b"") -> None:
+        self._quiet()
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
+
+    def _check(self) -> None:
+        """One timer for the whole stream: it looks when the last write will have been too long ago.
+
+        A client that does not read holds the comment back: there is one at a time.
+        """
+        due = self._written + self._keep_alive_s
+        if self._loop.time() >= due:
+            if self._comment is None or self._comment.done():
+                self._comment = self._loop.create_task(self.write(_KEEP_ALIVE), name="keep-alive")
+            due = self._loop.time() + self._keep_alive_s
+        self._timer = self._loop.call_at(due, self._check)
+
+    def _quiet(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
 
 
 def failure(error: ForebayError) -> bytes:

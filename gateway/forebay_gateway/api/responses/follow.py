@@ -38,7 +38,10 @@ class FollowedEvents:
         self._next = first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = EventStream(send)
+        async with EventStream(send) as stream:
+            await self._run(stream, receive)
+
+    async def _run(self, stream: EventStream, receive: Receive) -> None:
         try:
             async with WhileConnected(receive):
                 await self._follow(stream)
