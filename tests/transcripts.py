@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import dataclass, field
 
-FINISH_REASONS = {"stop", "length", "tool_calls", "content_filter"}
+FINISH_REASONS = {"stop", "length", "tool_calls", "function_call", "content_filter"}
 MAX_ERROR_BYTES = 4096
 _CHUNK_KEYS = {"id", "object", "created", "model", "choices"}
 _OBJECTS = {
@@ -22,13 +22,16 @@ _MILLISECONDS = 100_000_000_000
 
 @dataclass
 class Transcript:
-    """What an answer says: per choice its text, thinking, tool calls, finish reason and deltas.
+    """What an answer says: per choice its text, thinking, tool calls, finish reason, what of the
+    client's ended it, and deltas.
 
-    A call is `{"id", "name", "arguments"}`; a streamed one has its argument `pieces` as well.
+    A call is `{"id", "name", "arguments"}`; a streamed one has its argument `pieces` as well. A
+    legacy `function_call` has no id.
     """
 
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
+    stops: dict[int, str | int | None] = field(default_factory=dict)
     pieces: dict[int, list[str]] = field(default_factory=dict)
     thoughts: dict[int, str] = field(default_factory=dict)
     calls: dict[int, list[dict]] = field(default_factory=dict)
@@ -133,6 +136,7 @@ def _take_choice(choice: dict, transcript: Transcript, n: int, chat: bool) -> No
             assert "role" not in delta, "a role after the first delta"
         if reason is not None:
             assert delta == {}, "the finish reason comes with a delta"
+            assert "stop_reason" in choice, "the last chunk of a choice does not say what ended it"
             called = bool(transcript.calls.get(index))
             assert called or reason != "tool_calls", "tool_calls without a call"
             assert not called or reason != "stop", "stop although tools were called"
@@ -147,11 +151,12 @@ def _take_choice(choice: dict, transcript: Transcript, n: int, chat: bool) -> No
     if reason is not None:
         assert reason in FINISH_REASONS, f"finish reason {reason!r}"
         transcript.reasons[index] = reason
+        transcript.stops[index] = choice["stop_reason"]
 
 
 def _take_parts(index: int, delta: dict, transcript: Transcript) -> None:
     """Thinking and tool calls of a delta."""
-    known = {"role", "content", "reasoning", "reasoning_content", "tool_calls"}
+    known = {"role", "content", "reasoning", "reasoning_content", "tool_calls", "function_call"}
     assert set(delta) <= known, f"unknown keys in a delta: {set(delta) - known}"
     thought = delta.get("reasoning", "")
     assert delta.get("reasoning_content", "") == thought, "two names, two texts"
@@ -161,6 +166,18 @@ def _take_parts(index: int, delta: dict, transcript: Transcript) -> None:
     calls = transcript.calls.setdefault(index, [])
     for call in delta.get("tool_calls", ()):
         _take_call(call, calls)
+    if function := delta.get("function_call"):
+        _take_function(function, calls)
+
+
+def _take_function(function: dict, calls: list[dict]) -> None:
+    if not calls:
+        assert set(function) == {"name", "arguments"}, "first delta of a function_call"
+        calls.append({"id": None, "name": function["name"], "pieces": [], "arguments": ""})
+    else:
+        assert set(function) == {"arguments"}, "a later delta of a function_call"
+        calls[0]["pieces"].append(function["arguments"])
+    calls[0]["arguments"] += function["arguments"]
 
 
 def _take_call(call: dict, calls: list[dict]) -> None:
@@ -201,6 +218,7 @@ def check_answer(raw: bytes, *, model: str, n: int = 1, chat: bool = True) -> Tr
         index = choice["index"]
         assert choice["finish_reason"] in FINISH_REASONS, "finish reason"
         transcript.reasons[index] = choice["finish_reason"]
+        transcript.stops[index] = choice["stop_reason"]
         if chat:
             assert choice["message"]["role"] == "assistant", "role"
             _take_message(index, choice, transcript)
@@ -220,6 +238,10 @@ def _take_message(index: int, choice: dict, transcript: Transcript) -> None:
         check_call(call)
         assert set(call) == {"id", "type", "function"}, f"keys of a call: {set(call)}"
     transcript.calls[index] = [{"id": call["id"], **call["function"]} for call in calls or ()]
+    if function := message.get("function_call"):
+        assert not calls, "both forms of a call"
+        transcript.calls[index] = calls = [{"id": None, **function}]
+        assert choice["finish_reason"] != "tool_calls", "the reason of the other form"
     assert calls or choice["finish_reason"] != "tool_calls", "tool_calls without a call"
     assert not calls or choice["finish_reason"] != "stop", "stop although tools were called"
     assert not calls or message["content"] != "", "content is empty where it should be null"

@@ -48,7 +48,9 @@ def create_app(
     """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
     renderers = Renderers(backend.store.blob)
     interpreter = Interpreter(settings.tool_call_parser, settings.reasoning_parser)
-    turns = Turns(backend, renderers, interpreter)
+    turns = Turns(
+        backend, renderers, interpreter, trusts_templates=settings.trust_request_chat_template
+    )
     responses = ResponsesService(turns, settings)
     admission = Admission(settings.max_concurrent_requests)
 

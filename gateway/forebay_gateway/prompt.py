@@ -6,13 +6,14 @@ may write control tokens. It knows no HTTP dialect and no bus; blobs come from w
 """
 
 import asyncio
+import copy
 import ctypes
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TypeVar
+from typing import Protocol, Self, TypeVar
 
 import msgspec
 from forebay_shared.errors import ContextLengthError, InvalidRequestError, UnsupportedError
@@ -21,6 +22,7 @@ from forebay_shared.template import ChatTemplate, Json
 from tokenizers import Tokenizer
 
 from forebay_gateway.output import Vocabulary
+from forebay_gateway.request_template import RequestTemplate
 from forebay_gateway.tools.history import with_short_ids, with_text_arguments
 from forebay_gateway.tools.spelled import reads_tools, with_spelled_calls, with_spelled_tools
 
@@ -32,6 +34,8 @@ INLINE_CHARS = 4_096
 """Longer texts go to the thread pool: the tokenizer takes up to 1 us a character on a busy core."""
 THREADS = 2
 MAX_RENDERERS = 8
+MAX_BORROWED = 2
+"""Templates of requests that are run at once."""
 
 # Noncharacters: no text needs them. One marks the end of a message to continue, one cuts a special
 # token's text in two so that neither half is it.
@@ -77,6 +81,18 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     truncation: Truncation | None = None
 
 
+class Template(Protocol):
+    """See template.ChatTemplate."""
+
+    def render(
+        self,
+        messages: Sequence[Json],
+        *,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Json],
+    ) -> str: ...
+
+
 class Renderer:
     """One model's template and tokenizer. Safe to use from several threads."""
 
@@ -85,7 +101,10 @@ class Renderer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.template = "" if template is None else template.decode()
-        self._template = ChatTemplate(self.template, card.template_tokens) if template else None
+        self._tokens = card.template_tokens
+        self._template: Template | None = None
+        if template:
+            self._template = ChatTemplate(self.template, self._tokens)
         self._max_model_len = card.max_model_len
         self._bos = card.bos_token_id
         self.vocabulary = Vocabulary(self._tokenizer, card.vocab_size)
@@ -96,6 +115,16 @@ class Renderer:
     def tokenizer(self) -> Tokenizer:
         """Neither cuts nor pads."""
         return self._tokenizer
+
+    def borrowing(self, template: str) -> Self:
+        """The same with a request's own template, whose `chat` waits for another process.
+
+        Raises InvalidRequestError when it is too long.
+        """
+        borrowing = copy.copy(self)
+        borrowing.template = template
+        borrowing._template = RequestTemplate(template, self._tokens)
+        return borrowing
 
     def chat(self, messages: Sequence[Message], options: TemplateOptions) -> list[int]:
         """The prompt of a conversation.
@@ -147,7 +176,7 @@ class Renderer:
 
     def _render(
         self,
-        template: ChatTemplate,
+        template: Template,
         messages: list[Message],
         add_generation_prompt: bool,
         kwargs: dict[str, Json],
@@ -284,6 +313,7 @@ class Renderers:
     def __init__(self, blob: Callable[[str], Awaitable[bytes]]) -> None:
         self._blob = blob
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="prompt")
+        self._patient = ThreadPoolExecutor(MAX_BORROWED, thread_name_prefix="template")
         self._ready: OrderedDict[tuple[object, ...], Renderer] = OrderedDict()
         self._lock = asyncio.Lock()
 
@@ -315,6 +345,10 @@ class Renderers:
     async def run(self, work: Callable[[], T], chars: int) -> T:
         """`work` inline when it is about few characters, else in a thread."""
         return work() if chars <= INLINE_CHARS else await self.in_thread(work)
+
+    async def patiently(self, work: Callable[[], T]) -> T:
+        """`work` that waits for another process, in a thread that nobody else needs."""
+        return await asyncio.get_running_loop().run_in_executor(self._patient, work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -87,6 +87,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         str, Meta(description="form of the model's thinking, or none; auto: by its chat template")
     ] = "auto"
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="let chat requests bring their own chat_template")
+    ] = False
     otlp_traces_endpoint: Annotated[
         str, Meta(description="send traces to this OpenTelemetry collector, as http://host:4318")
     ] = ""

@@ -1,7 +1,8 @@
 """A model's chat template: sandboxed Jinja with the helpers that such templates use.
 
-The gateway and the offline API render with it, so both make the same prompt of a conversation. The
-template comes from the model's directory, never from a request. It knows no tokens and no HTTP.
+The gateway and the offline API render with it, so both make the same prompt of a conversation. It
+bounds neither time nor memory: a template that is no model's own needs more than this sandbox. It
+knows no tokens and no HTTP.
 """
 
 import json
@@ -39,7 +40,11 @@ class GenerationTag(Extension):
 class ChatTemplate:
     """One compiled template. Rendering is pure but for the date that a template may ask for."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], name: str = "The model's chat template"
+    ) -> None:
+        """`name` is what errors call it. Raises InvalidRequestError for what is no Jinja."""
+        self._name = name
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
@@ -52,7 +57,12 @@ class ChatTemplate:
             "strftime_now": _strftime_now,
             **tokens,
         }
-        self._template = Template.from_code(environment, environment.compile(source), names)
+        try:
+            code = environment.compile(source)
+        except TemplateError as error:
+            reason = (error.message or "")[:_MAX_REASON]
+            raise InvalidRequestError(f"{name} is no Jinja: {reason}", param="messages") from None
+        self._template = Template.from_code(environment, code, names)
 
     def render(
         self,
@@ -75,11 +85,11 @@ class ChatTemplate:
         except TemplateRefusalError as error:
             reason = (error.message or "")[:_MAX_REASON]
             raise InvalidRequestError(
-                f"The model's chat template refuses these messages: {reason}", param="messages"
+                f"{self._name} refuses these messages: {reason}", param="messages"
             ) from None
         except Exception as error:  # a template is a program: it may fail in any way
             raise InvalidRequestError(
-                "The model's chat template cannot render these messages.", param="messages"
+                f"{self._name} cannot render these messages.", param="messages"
             ) from error
 
 

@@ -347,6 +347,22 @@ def test_a_stop_token_shows_only_when_it_is_asked_for(api: Api) -> None:
     assert shown.usage["completion_tokens"] == 4
 
 
+def test_what_ended_a_choice_is_told_when_the_client_named_it(api: Api) -> None:
+    token = api.backend.answer[3]
+    api.backend.script = lambda job, index: Play(api.backend.answer[:3], stop_token=token)
+    cases = {
+        token: {"stop_token_ids": [token]},
+        "brown": {"stop": ["nothing", "brown"]},
+        None: {},
+    }
+    for expected, fields in cases.items():
+        assert whole(api, **fields).stops == streamed(api, **fields).stops == {0: expected}
+        text = check_answer(api.complete(**fields).content, model=MODEL, chat=False)
+        assert text.stops == {0: expected}
+    cut = whole(api, max_tokens=2, stop_token_ids=[token])
+    assert (cut.reasons, cut.stops) == ({0: "length"}, {0: None})
+
+
 def test_a_job_that_cannot_be_entered_leaves_none_open(api: Api) -> None:
     enter = ScriptedGeneration.__aenter__
     entered: list[str] = []

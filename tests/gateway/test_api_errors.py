@@ -92,7 +92,7 @@ def test_a_poisonous_value_is_refused_by_the_fields_name(api: Api, field: str) -
 UNSUPPORTED = {
     "tools": [{"type": "custom", "custom": {"name": "f"}}],
     "tool_choice": "required",
-    "functions": [{"name": "f"}],
+    "functions": [{"name": "a b"}],
     "function_call": {"name": "f"},
     "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "a"},

@@ -111,6 +111,11 @@ def nested(depth: int) -> object:
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[" * 50_000}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": '{"title": "\\ud800"}'}}, "structured_outputs.json"),
+        (
+            format_of({"name": "x", "schema": '{"a": "\\udc00"}'}),
+            "response_format.json_schema.schema",
+        ),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
@@ -139,6 +144,21 @@ def test_what_is_malformed_is_a_400_that_names_the_field(
     for answer in (api.chat(**fields), api.chat(stream=True, **fields), api.complete(**fields)):
         error = check_error(answer.content, status=400, content_type=answer.headers["content-type"])
         assert (error["param"] or "").replace("[0]", "") == param
+    assert not api.backend.jobs
+
+
+@pytest.mark.parametrize(
+    "bad", [b'"\\ud800"', b'{"a": "\\udc00"}', b'"\xff"', b'{"\xed\xa0\x80": 1}']
+)
+def test_a_schema_that_is_no_unicode_is_a_400(api: Api, bad: bytes) -> None:
+    for form in (b'"structured_outputs":{"json":%b}', b'"response_format":{"type":"json_schema",'
+                 b'"json_schema":{"name":"x","schema":%b}}'):  # fmt: skip
+        messages = b'"messages":[{"role":"user","content":"x"}]'
+        body = b'{"model":"org/scripted",%b,%b}' % (messages, form % bad)
+        answer = api.http.post(
+            "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        )
+        check_error(answer.content, status=400)
     assert not api.backend.jobs
 
 

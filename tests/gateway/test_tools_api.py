@@ -188,6 +188,53 @@ def test_without_tools_or_with_none_markup_is_text_and_the_template_sees_no_tool
     assert '"description": "Says the weather."' in prompt_text(api)
 
 
+FUNCTIONS = [tool["function"] for tool in TOOLS]
+
+
+@pytest.mark.parametrize("group", [1, 3, 100])
+def test_functions_are_answered_in_their_own_form_and_one_at_a_time(api: Api, group: int) -> None:
+    says(api, BOTH, "Nothing to do.", group=group)
+    stream, answer = streamed(api, n=2, functions=FUNCTIONS), whole(api, n=2, functions=FUNCTIONS)
+    for index in range(2):
+        assert said(stream, index) == said(answer, index)
+    assert said(answer, 0) == ("Let me see.", [("weather", CITY)], "function_call")
+    assert said(answer, 1) == ("Nothing to do.", [], "stop")
+    assert '"description": "Says the weather."' in prompt_text(api)
+
+
+def test_function_call_says_whether_and_what_is_called(api: Api) -> None:
+    says(api, CALL)
+    for choice in ("none", None):
+        fields = {"functions": [] if choice is None else FUNCTIONS, "function_call": choice}
+        assert said(whole(api, **fields)) == (CALL, [], "stop")
+        assert "weather" not in prompt_text(api)
+    named = {"functions": FUNCTIONS, "function_call": {"name": "weather"}}
+    assert said(whole(api, **named)) == said(streamed(api, **named))
+    assert said(whole(api, **named)) == ("", [("weather", CITY)], "function_call")
+    grammar = api.backend.jobs[-1].sampling.grammar
+    assert grammar is not None
+    assert "time" not in grammar.source
+
+
+def test_forced_calls_of_several_choices_are_each_their_own(api: Api) -> None:
+    """Contract B077."""
+    other = CALL.replace(CITY, '{"city": "Oslo"}')
+    says(api, CALL, other, group=2)
+    stream = streamed(api, n=2, tools=TOOLS, tool_choice="required")
+    assert said(stream, 0) == ("", [("weather", CITY)], "tool_calls")
+    assert said(stream, 1) == ("", [("weather", '{"city": "Oslo"}')], "tool_calls")
+
+
+def test_a_name_may_have_128_characters(api: Api) -> None:
+    name = "x" * 128
+    says(api, f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>')
+    tools = [{"type": "function", "function": {"name": name}}]
+    for choice in ("auto", "required"):
+        answer = whole(api, tools=tools, tool_choice=choice)
+        assert said(answer) == said(streamed(api, tools=tools, tool_choice=choice))
+        assert said(answer) == ("", [(name, "{}")], "tool_calls")
+
+
 def test_history_with_calls_is_rendered_with_arguments_as_objects(api: Api) -> None:
     call = {"id": "a-b", "type": "function", "function": {"name": "time", "arguments": '{"a": 1}'}}
     messages = [
@@ -202,6 +249,15 @@ def test_history_with_calls_is_rendered_with_arguments_as_objects(api: Api) -> N
     assert '<tool_call>time a-b {"a": 1}</tool_call>' in text
     assert "noon(a-b)" in text
     assert "<tool_call>f  {}</tool_call>" in text
+    assert "<|im_start|>tool\n1<|im_end|>" in text
+
+
+def test_an_id_that_is_null_is_named(api: Api) -> None:
+    """Contract B095."""
+    result = {"role": "tool", "tool_call_id": None, "content": "noon"}
+    call = {"id": None, "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    said_ = {"role": "assistant", "content": None, "tool_calls": [call]}
+    refused(api, "messages[1].tool_call_id", messages=[said_, result])
 
 
 @pytest.mark.parametrize(
@@ -216,7 +272,7 @@ def test_history_with_calls_is_rendered_with_arguments_as_objects(api: Api) -> N
         ),
         (
             "tools[0].function.name",
-            {"tools": [{"type": "function", "function": {"name": "x" * 65}}]},
+            {"tools": [{"type": "function", "function": {"name": "x" * 129}}]},
         ),
         (
             "tools[0].function.parameters",
@@ -241,8 +297,15 @@ def test_history_with_calls_is_rendered_with_arguments_as_objects(api: Api) -> N
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
         ),
         ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}),
-        ("functions", {"functions": [{"name": "f"}]}),
+        ("functions", {"functions": [{"name": "f"}], "tools": TOOLS}),
+        ("functions", {"functions": [{"name": "f"}], "tool_choice": "auto"}),
+        ("functions", {"functions": [{"name": "f"}] * 2}),
+        ("functions", {"functions": [{"name": f"f{i}"} for i in range(129)]}),
+        ("functions[0].name", {"functions": [{"name": "a b"}]}),
+        ("functions[0].parameters", {"functions": [{"name": "f", "parameters": {"type": 1}}]}),
         ("function_call", {"function_call": {"name": "f"}}),
+        ("function_call", {"functions": [{"name": "f"}], "function_call": "required"}),
+        ("function_call.name", {"functions": [{"name": "f"}], "function_call": {"name": "g"}}),
         ("parallel_tool_calls", {"tools": TOOLS, "parallel_tool_calls": "no"}),
     ],
 )

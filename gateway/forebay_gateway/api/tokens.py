@@ -6,7 +6,7 @@ A conversation comes through `turns`, so that its ids are those of a chat with i
 from typing import Annotated
 
 import msgspec
-from forebay_shared.errors import InvalidRequestError, NoWorkerError, UnsupportedError
+from forebay_shared.errors import InvalidRequestError, NoWorkerError
 from forebay_shared.models import ModelCard
 from litestar.types import ASGIApp
 from msgspec import Meta
@@ -34,7 +34,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: object = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     tools: list[ToolDefinition] | None = None
 
@@ -131,8 +131,6 @@ def tokens_apps(service: TokensService, max_body_bytes: int) -> dict[str, ASGIAp
 
 
 def _chat(request: TokenizeRequest, messages: list[Message], model: str) -> ChatRequest:
-    if request.chat_template is not None:
-        raise UnsupportedError("chat_template is not supported.", param="chat_template")
     return ChatRequest(
         model=model,
         messages=messages,
@@ -140,6 +138,7 @@ def _chat(request: TokenizeRequest, messages: list[Message], model: str) -> Chat
         add_special_tokens=request.add_special_tokens,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
     )
 

@@ -32,7 +32,8 @@ class Update(msgspec.Struct, gc=False):
     """What one choice got, the tokens behind it, and the reason when it is at its end.
 
     It got `text`, or `parts` where an answer may hold more than text. `stop` is the stop string
-    that ended it, when one did, and `stop_token` the id that did, which is not among `token_ids`.
+    that ended it, when one did, and `stop_token` the id that did, which is not among `token_ids`;
+    `stop_asked` says that this id is one of the client's `stop_token_ids`.
     When log-probabilities of the prompt were asked for, the choice's first update has all of them,
     from the prompt's second token on.
     """
@@ -45,6 +46,7 @@ class Update(msgspec.Struct, gc=False):
     reason: FinishReason | None = None
     stop: str | None = None
     stop_token: int | None = None
+    stop_asked: bool = False
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
@@ -250,12 +252,13 @@ class Transcript:
             raise EngineError("The engine aborted the request.")
         output = choice.output
         sampling = self._jobs[index // self._n].sampling
+        asked = event.stop_token in sampling.stop_token_ids
         last: list[int] = []
-        if self._include_stop and event.stop_token in sampling.stop_token_ids:
+        if self._include_stop and asked and event.stop_token is not None:
             last.append(event.stop_token)
         update = _heard(index, output.push(last), output.finish())
         choice.completion_tokens = max(event.usage.completion_tokens, output.tokens)
-        update.stop_token = event.stop_token
+        update.stop_token, update.stop_asked = event.stop_token, asked
         self._close(choice, update, "stop" if output.stopped else event.finish_reason)
         return update
 

@@ -13,6 +13,7 @@ from forebay_gateway.tools.base import MAX_NAME, Sink, skip_space
 _IN_STRING = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _SCALAR_END = re.compile(r"[,}\]\s<]")
+_MAX_TEXT = MAX_NAME + len('""')
 _CLOSES = {"{": "}", "[": "]"}
 
 
@@ -175,13 +176,13 @@ class CallObject:
 
     def _collect(self, text: str, at: int) -> int:
         if self._short:
-            text = text[: at + MAX_NAME - sum(map(len, self._pieces))]
+            text = text[: at + _MAX_TEXT - sum(map(len, self._pieces))]
         end = self._value.feed(text, at)
         self._pieces.append(text[at:end])
         if self._after_value():
             self._end_of_value()
             self._pieces.clear()
-        elif self._short and sum(map(len, self._pieces)) == MAX_NAME:
+        elif self._short and sum(map(len, self._pieces)) == _MAX_TEXT:
             self.broken = True
         return end
 

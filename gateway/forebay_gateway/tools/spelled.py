@@ -43,7 +43,7 @@ def with_spelled_tools(
 
 
 def _spelled(message: Mapping[str, Json]) -> dict[str, Json]:
-    if message["role"] in ("tool", "function"):
+    if message["role"] == "tool":
         text = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": text}
     calls = message.get("tool_calls")

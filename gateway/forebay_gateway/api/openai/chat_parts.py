@@ -35,13 +35,20 @@ class _NextDelta(msgspec.Struct):
     function: _Arguments
 
 
-def delta(part: Part) -> bytes:
-    """A chunk's delta; empty for a part that says nothing to a client."""
+def delta(part: Part, *, legacy: bool = False) -> bytes:
+    """A chunk's delta; empty for a part that says nothing to a client.
+
+    `legacy`: a call is told as `function_call`, as those who sent `functions` look for it.
+    """
     match part:
         case Text():
             return b'{"content":%b}' % _encode(part.text)
         case Reasoning():
             return b"{%b}" % _reasoning(part.text)
+        case CallStart() if legacy:
+            return _function_call(_Function(part.name, ""))
+        case CallArguments() if legacy:
+            return _function_call(_Arguments(part.text))
         case CallStart():
             return _calls(_FirstDelta(part.id, _Function(part.name, ""), index=part.index))
         case CallArguments():
@@ -50,21 +57,28 @@ def delta(part: Part) -> bytes:
             return b""
 
 
-def message(answer: Collected, *, hides_reasoning: bool = False) -> bytes:
+def message(answer: Collected, *, hides_reasoning: bool = False, legacy: bool = False) -> bytes:
     """A whole answer. Its content is null when it is empty and there are calls."""
     text, reasoning = answer.text, "" if hides_reasoning else answer.reasoning
-    calls = [_Call(call.id, _Function(call.name, call.arguments)) for call in answer.calls]
-    content = None if calls and not text else text
+    functions = [_Function(call.name, call.arguments) for call in answer.calls]
+    content = None if functions and not text else text
     members = [b'"role":"assistant","content":%b,"refusal":null' % _encode(content)]
     if reasoning:
         members.append(_reasoning(reasoning))
-    if calls:
+    if functions and legacy:
+        members.append(b'"function_call":%b' % _encode(functions[0]))
+    elif functions:
+        calls = [_Call(call.id, of) for call, of in zip(answer.calls, functions, strict=True)]
         members.append(b'"tool_calls":%b' % _encode(calls))
     return b"{%b}" % b",".join(members)
 
 
 def _calls(call: msgspec.Struct) -> bytes:
     return b'{"tool_calls":[%b]}' % _encode(call)
+
+
+def _function_call(function: msgspec.Struct) -> bytes:
+    return b'{"function_call":%b}' % _encode(function)
 
 
 def _reasoning(text: str) -> bytes:

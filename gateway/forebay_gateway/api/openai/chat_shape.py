@@ -4,23 +4,30 @@ import msgspec
 
 from forebay_gateway.api.openai import chat_parts
 from forebay_gateway.api.openai.shapes import Extras, Identity, Shape
-from forebay_gateway.api.transcript import Update, Usage
+from forebay_gateway.api.transcript import FinishReason, Update, Usage
 from forebay_gateway.parts import Collected, Reasoning
 
 _encode = msgspec.json.Encoder().encode
 
 
 class ChatShape(Shape):
-    """`hides_reasoning`: the client wants the answer without the thinking before it."""
+    """`hides_reasoning`: the client wants the answer without the thinking before it. `legacy`: it
+    sent `functions`, so a call is a `function_call`."""
 
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
     def __init__(
-        self, identity: Identity, extras: Extras, *, hides_reasoning: bool = False
+        self,
+        identity: Identity,
+        extras: Extras,
+        *,
+        hides_reasoning: bool = False,
+        legacy: bool = False,
     ) -> None:
         super().__init__(identity, extras)
         self._hides_reasoning = hides_reasoning
+        self._legacy = legacy
 
     def _first(self, index: int, usage: Usage | None) -> bytes:
         delta = b'"delta":{"role":"assistant","content":""}'
@@ -36,14 +43,20 @@ class ChatShape(Shape):
         if not update.parts:
             return super()._deltas(update)
         deltas = [
-            chat_parts.delta(part)
+            chat_parts.delta(part, legacy=self._legacy)
             for part in update.parts
             if not (self._hides_reasoning and isinstance(part, Reasoning))
         ]
         return [b'"delta":%b' % delta for delta in deltas if delta]
 
     def _message(self, index: int, answer: Collected) -> bytes:
-        return b'"message":%b' % chat_parts.message(answer, hides_reasoning=self._hides_reasoning)
+        message = chat_parts.message(
+            answer, hides_reasoning=self._hides_reasoning, legacy=self._legacy
+        )
+        return b'"message":%b' % message
+
+    def _reason(self, reason: FinishReason) -> bytes:
+        return b"function_call" if self._legacy and reason == "tool_calls" else reason.encode()
 
     def _end(self) -> bytes:
         scores = b"" if self._prompt_scores is None else self._prompt_scores.whole(0)

@@ -15,6 +15,8 @@ from forebay_gateway.api.openai.schema import Message as ClientMessage
 from forebay_gateway.prompt import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_RENDERED = {"developer": "system", "function": "tool"}
+"""Roles under the name that templates know them by."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -31,11 +33,13 @@ def _message(message: ClientMessage, at: str) -> Message:
         )
     calls = bool(message.tool_calls) or message.function_call is not None
     rendered: Message = {
-        "role": "system" if role == "developer" else role,
+        "role": _RENDERED.get(role, role),
         "content": _content(message, at, optional=role == "assistant" and calls),
     }
     if message.name is not None:
         rendered["name"] = message.name
+    if role == "function":
+        rendered["tool_call_id"] = ""  # as the call that it answers, which had none
     if role == "tool":
         if message.tool_call_id is None:
             raise InvalidRequestError(

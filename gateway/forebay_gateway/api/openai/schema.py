@@ -15,7 +15,12 @@ from msgspec import Meta
 from forebay_gateway.api.decoding import decode
 from forebay_gateway.api.openai.refused import Refused, refuse
 from forebay_gateway.api.openai.structured import ResponseFormat, StructuredOutputs
-from forebay_gateway.api.openai.tools import NamedToolChoice, ToolDefinition
+from forebay_gateway.api.openai.tools import (
+    FunctionDefinition,
+    NamedFunction,
+    NamedToolChoice,
+    ToolDefinition,
+)
 
 _MAX_INT32 = 2**31 - 1
 
@@ -116,8 +121,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool | None = None
     echo: bool | None = None
-    functions: list[object] | None = None
-    function_call: object = None
+    functions: list[FunctionDefinition] | None = None
+    function_call: str | NamedFunction | None = None
     modalities: list[str] | None = None
 
 
@@ -136,18 +141,10 @@ def decode_chat(body: bytes | bytearray) -> ChatRequest:
     """Raises InvalidRequestError that names the first bad field."""
     request = decode(_chat_decoder, body)
     _check(request)
-    if request.chat_template is not None:
-        raise UnsupportedError("chat_template is not supported.", param="chat_template")
     if request.echo:
         raise UnsupportedError("echo is not supported in chats.", param="echo")
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise UnsupportedError("best_of above n is not supported in chats.", param="best_of")
-    if request.functions:
-        raise UnsupportedError("functions is not supported; use tools.", param="functions")
-    if request.function_call not in (None, "none", "auto"):
-        raise UnsupportedError(
-            "function_call is not supported; use tool_choice.", param="function_call"
-        )
     if request.include_reasoning is False and (request.logprobs or request.return_token_ids):
         raise InvalidRequestError(
             "include_reasoning false excludes logprobs and return_token_ids, which would show it.",

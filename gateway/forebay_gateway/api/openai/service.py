@@ -69,6 +69,7 @@ class OpenAIService:
                 _chat_logprobs(request, turn),
             ),
             hides_reasoning=request.include_reasoning is False,
+            legacy=bool(request.functions),
         )
         return self._turns.answer(request, [turn.job], turn.reading, shape)
 

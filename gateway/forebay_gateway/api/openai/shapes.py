@@ -117,6 +117,7 @@ class Shape(ABC):
         self._prompt_scores = extras.prompt_scores
         self._token_ids = extras.token_ids
         self._usage_fields = extras.usage_fields
+        self._stops: dict[int, bytes] = {}
         self._head = b"data: " + self._opening(self.chunk_object) + b',"choices":['
         plain = extras.usage_fields is UsageFields.NEVER
         self._no_usage = b"" if plain else b',"usage":null'
@@ -177,7 +178,9 @@ class Shape(ABC):
             logprobs, extra = b"null", b""
         if update.reason is not None:
             reason = b'"%b"' % self._reason(update.reason)
-            extra = b"" if self._token_ids is None else self._token_ids.end(update)
+            extra = b',"stop_reason":%b' % _stop_reason(update)
+            if self._token_ids is not None:
+                extra += self._token_ids.end(update)
             events += self._event(update.index, self._empty(), b"null", reason, usage, extra)
         return events
 
@@ -220,12 +223,13 @@ class Shape(ABC):
     ) -> bytes:
         """The answer of a request that is not streamed."""
         choices = b",".join(
-            b'{"index":%d,%b,"logprobs":%b,"finish_reason":"%b"%b}'
+            b'{"index":%d,%b,"logprobs":%b,"finish_reason":"%b","stop_reason":%b%b}'
             % (
                 place,
                 self._message(index, answers[index]),
                 self._logprobs[index].whole() if self._logprobs else b"null",
                 self._reason(reasons[index]),
+                self._stops[index],
                 self._extra(index),
             )
             for place, index in enumerate(self._chosen(len(answers)))
@@ -250,13 +254,20 @@ class Shape(ABC):
         return b""
 
     def collect(self, update: Update) -> None:
-        """Keeps an update's log-probabilities, and its ids, for `whole`."""
+        """Keeps an update's log-probabilities, its ids and what ended it, for `whole`."""
+        if update.reason is not None:
+            self._stops[update.index] = _stop_reason(update)
         if self._logprobs:
             self._logprobs[update.index].collect(update)
         if self._prompt_scores is not None:
             self._prompt_scores.collect(update)
         if self._token_ids is not None:
             self._token_ids.collect(update)
+
+
+def _stop_reason(update: Update) -> bytes:
+    """JSON of what the client named and what ended the answer: a stop string or an id, or null."""
+    return _encode(update.stop_token if update.stop is None and update.stop_asked else update.stop)
 
 
 def _usage(usage: Usage) -> bytes:

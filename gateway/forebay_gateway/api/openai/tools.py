@@ -4,19 +4,21 @@ It checks the fields of the dialect. It knows no model, no markup and no grammar
 """
 
 import re
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from forebay_shared.template import Json
 
-from forebay_gateway.tools.base import Tool, ToolUse
+from forebay_gateway.tools.base import MAX_NAME, Tool, ToolUse
+
+T = TypeVar("T")
 
 MAX_TOOLS = 128
 MAX_SCHEMA_DEPTH = 100
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}")
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -51,7 +53,7 @@ def tool_use(
     An empty list is none at all, and `none` without tools harms nobody.
     Raises InvalidRequestError that names the field.
     """
-    tools = _tools(definitions or ())
+    tools = _distinct(definitions or (), _tool, "tools")
     if choice in ("none", None, "auto"):
         if not tools or choice == "none":
             return None
@@ -74,34 +76,57 @@ def _named(choice: NamedToolChoice, tools: Sequence[Tool]) -> Tool:
         raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
     if choice.function is None:
         raise InvalidRequestError("tool_choice.function is required.", param="tool_choice.function")
+    return _one_of(tools, choice.function, "tool_choice.function.name")
+
+
+def function_use(
+    functions: Sequence[FunctionDefinition] | None, choice: str | NamedFunction | None
+) -> ToolUse | None:
+    """The same of OpenAI's older fields `functions` and `function_call`: one call at most.
+
+    Raises InvalidRequestError that names the field.
+    """
+    tools = _distinct(functions or (), _function, "functions")
+    if choice in ("none", None, "auto"):
+        return ToolUse(tools, one_call=True) if tools and choice != "none" else None
+    if isinstance(choice, str):
+        raise InvalidRequestError(
+            "function_call must be none, auto or a function's name.", param="function_call"
+        )
+    if not tools:
+        raise InvalidRequestError("function_call needs functions.", param="function_call")
+    return ToolUse(tools, forced=(_one_of(tools, choice, "function_call.name"),), one_call=True)
+
+
+def _one_of(tools: Sequence[Tool], named: NamedFunction, at: str) -> Tool:
     for tool in tools:
-        if tool.name == choice.function.name:
+        if tool.name == named.name:
             return tool
-    raise InvalidRequestError(
-        "tool_choice names a function that is not among the tools.",
-        param="tool_choice.function.name",
-    )
+    raise InvalidRequestError(f"{at} is none of the functions that were given.", param=at)
 
 
-def _tools(definitions: Sequence[ToolDefinition]) -> tuple[Tool, ...]:
-    if len(definitions) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools may hold at most {MAX_TOOLS} functions.", param="tools")
-    tools = tuple(_tool(each, f"tools[{i}]") for i, each in enumerate(definitions))
+def _distinct(given: Sequence[T], read: Callable[[T, str], Tool], at: str) -> tuple[Tool, ...]:
+    """The functions of a field, each read by its place."""
+    if len(given) > MAX_TOOLS:
+        raise InvalidRequestError(f"{at} may hold at most {MAX_TOOLS} functions.", param=at)
+    tools = tuple(read(each, f"{at}[{i}]") for i, each in enumerate(given))
     if len({tool.name for tool in tools}) < len(tools):
-        raise InvalidRequestError("tools must not hold two functions of one name.", param="tools")
+        raise InvalidRequestError(f"{at} must not hold two functions of one name.", param=at)
     return tools
 
 
 def _tool(definition: ToolDefinition, at: str) -> Tool:
     if definition.type != "function":
         raise UnsupportedError(f"{at}.type must be function.", param=f"{at}.type")
-    function = definition.function
-    if function is None:
+    if definition.function is None:
         raise InvalidRequestError(f"{at}.function is required.", param=f"{at}.function")
-    at = f"{at}.function"
+    return _function(definition.function, f"{at}.function")
+
+
+def _function(function: FunctionDefinition, at: str) -> Tool:
     if not _NAME.fullmatch(function.name):
         raise InvalidRequestError(
-            f"{at}.name must be 1 to 64 letters, digits, underscores or hyphens.",
+            f"{at}.name must be 1 to {MAX_NAME} letters, digits, underscores or hyphens.",
             param=f"{at}.name",
         )
     parameters = function.parameters or {}

@@ -19,7 +19,7 @@ from forebay_gateway.api.answers import EARLY_S, Keep, StreamedAnswer, WholeAnsw
 from forebay_gateway.api.openai import params
 from forebay_gateway.api.openai.messages import conversation
 from forebay_gateway.api.openai.schema import ChatRequest, GenerationRequest
-from forebay_gateway.api.openai.tools import is_flat, tool_use
+from forebay_gateway.api.openai.tools import function_use, is_flat, tool_use
 from forebay_gateway.api.ports import Models, Services
 from forebay_gateway.api.transcript import Transcript
 from forebay_gateway.dispatch import Job
@@ -66,9 +66,16 @@ class Turns:
     """From messages to work."""
 
     def __init__(
-        self, backend: Services, renderers: Renderers, interpreter: Interpreter | None = None
+        self,
+        backend: Services,
+        renderers: Renderers,
+        interpreter: Interpreter | None = None,
+        *,
+        trusts_templates: bool = False,
     ) -> None:
+        """`trusts_templates`: a request may bring its own chat template."""
         self.backend = backend
+        self._trusts_templates = trusts_templates
         self.renderers = renderers
         self._interpreter = interpreter or Interpreter()
 
@@ -105,17 +112,29 @@ class Turns:
         Raises ForebayError for what is wrong with the messages, the tools or the template's values.
         """
         card = find_generator(self.backend.roster, request.model, caller)
-        use = tool_use(
-            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
-        )
-        if use is not None and use.forced:
-            params.need(card, CAP_GRAMMAR, "tool_choice")
+        use = _use(request, card)
         options = _template_options(request, use, params.truncation(request, card))
-        renderer = await self.renderers.get(card)
-        prompt = await self.renderers.run(
-            lambda: renderer.chat(_conversation(request, card), options), size
-        )
+        renderer = self._with_own_template(await self.renderers.get(card), request.chat_template)
+
+        def work() -> list[int]:
+            return renderer.chat(_conversation(request, card), options)
+
+        if request.chat_template is None:
+            prompt = await self.renderers.run(work, size)
+        else:
+            prompt = await self.renderers.patiently(work)
         return Rendered(card, renderer, prompt, options, use)
+
+    def _with_own_template(self, renderer: Renderer, template: str | None) -> Renderer:
+        if template is None:
+            return renderer
+        if not self._trusts_templates:
+            raise UnsupportedError(
+                "chat_template is not taken from requests: the server would have to be started "
+                "with --trust-request-chat-template.",
+                param="chat_template",
+            )
+        return renderer.borrowing(template)
 
     def run(
         self,
@@ -217,6 +236,25 @@ def new_job(
 def new_id(prefix: str) -> str:
     """An id that nobody can guess."""
     return f"{prefix}{secrets.token_hex(16)}"
+
+
+def _use(request: ChatRequest, card: ModelCard) -> ToolUse | None:
+    """What may be called, by the new fields or by the old ones."""
+    if request.functions and (request.tools or request.tool_choice is not None):
+        raise InvalidRequestError(
+            "functions excludes tools and tool_choice, which replace it.", param="functions"
+        )
+    if request.functions or request.function_call not in (None, "none", "auto"):
+        field = "function_call"
+        use = function_use(request.functions, request.function_call)
+    else:
+        field = "tool_choice"
+        use = tool_use(
+            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
+        )
+    if use is not None and use.forced:
+        params.need(card, CAP_GRAMMAR, field)
+    return use
 
 
 def _template_options(

@@ -47,9 +47,10 @@ class AssistantMessage(Struct):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[MadeCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ChatLogprobs(Struct):
@@ -62,6 +63,7 @@ class ChatChoice(Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None
 
 
 class ChatCompletion(Struct):
@@ -91,6 +93,7 @@ class Delta(Struct):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):
@@ -98,6 +101,7 @@ class ChunkChoice(Struct):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
 class ChatCompletionChunk(Struct):
@@ -121,6 +125,7 @@ class TextChoice(Struct):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
 class TextCompletion(Struct):

@@ -12,7 +12,7 @@ from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from forebay_shared.sampling import MAX_LOGPROBS
 from msgspec import Meta
 
-from forebay_gateway.api.decoding import decode, null
+from forebay_gateway.api.decoding import decode
 from forebay_gateway.api.openai import refused
 from forebay_gateway.api.openai.schema import Count, Effort, Penalty, TokenId
 from forebay_gateway.api.openai.structured import StructuredOutputs
@@ -88,7 +88,8 @@ class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
-    schema: msgspec.Raw = msgspec.field(default_factory=null)
+    schema: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    """It comes back to the client only if it was given."""
     strict: bool | None = None
 
 

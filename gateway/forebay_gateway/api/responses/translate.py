@@ -8,7 +8,9 @@ import re
 from collections.abc import Sequence
 
 from forebay_shared.errors import ForebayError, InvalidRequestError, UnsupportedError
+from msgspec import UnsetType
 
+from forebay_gateway.api.decoding import null
 from forebay_gateway.api.openai.schema import ChatRequest, Message
 from forebay_gateway.api.openai.structured import JsonSchemaFormat, ResponseFormat
 from forebay_gateway.api.openai.tools import (
@@ -169,7 +171,8 @@ def _schema(format_: TextFormat) -> JsonSchemaFormat | None:
         return None
     if format_.name is None:
         raise _required("text.format.name")
-    return JsonSchemaFormat(format_.name, format_.schema, format_.strict, format_.description)
+    schema = null() if isinstance(format_.schema, UnsetType) else format_.schema
+    return JsonSchemaFormat(format_.name, schema, format_.strict, format_.description)
 
 
 def _template_kwargs(
