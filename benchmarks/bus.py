@@ -14,7 +14,6 @@ The goal is 0.65 ms for the median of `alone`.
 import argparse
 import asyncio
 import contextlib
-import gc
 import os
 import subprocess
 import sys
@@ -29,8 +28,7 @@ import uvloop
 from common import Figures, Results, cpu_seconds, parser
 from forebay_gateway.backend import Backend, connect
 from forebay_gateway.dispatch import Job
-from forebay_gateway.main import GC_THRESHOLDS
-from forebay_shared import keys
+from forebay_shared import collector, keys
 from forebay_shared.embedded import find_server
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import GatewaySettings, Secret
@@ -81,9 +79,7 @@ async def house(step_ms: float) -> AsyncIterator[House]:
             async with asyncio.timeout(30):
                 while not backend.roster.ready:
                     await backend.roster.changed()
-            gc.collect()  # as the gateway does when it has started
-            gc.freeze()
-            gc.set_threshold(*GC_THRESHOLDS)
+            collector.calm()  # as the gateway does when it has started
             yield House(redis, worker, backend)
 
 

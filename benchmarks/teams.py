@@ -4,6 +4,7 @@
 
     alone     one call at a time, a real Redis: p50 of authorize + admit + settle; processor time of
               the gateway for each; beside it one PING through the same publisher
+    busy      32 callers at once: processor time of gateway and Redis for each, the books included
     trips     commands that one admitted and settled request takes: round trips to wait for
     flood     admissions per second of one Redis core at four scopes, by 256 at once from pipelines
 
@@ -40,8 +41,7 @@ from forebay_gateway.teams.records import (
 )
 from forebay_gateway.teams.secrets import split
 from forebay_gateway.teams.store import Change
-from forebay_shared import keys
-from forebay_shared.books import Hold, Rates, UsageRecord, encode_hold
+from forebay_shared.books import Hold, Rates, UsageRecord, admission
 from forebay_shared.embedded import find_server
 from forebay_shared.link import Link
 from forebay_shared.scripts import Script
@@ -49,6 +49,7 @@ from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.wire import Usage
 
 CALLS = 2_000
+CALLERS, CALLS_OF_ONE = 32, 200
 PIPELINE, BATCHES = 256, 200
 MANY = 10**9
 WIDE = Limits(requests_per_minute=MANY, tokens_per_minute=MANY)
@@ -127,6 +128,29 @@ async def alone() -> Figures:
         }
 
 
+async def busy() -> Figures:
+    async with house() as (backend, token, redis):
+
+        async def caller(name: str) -> None:
+            for number in range(CALLS_OF_ONE):
+                toll = identified(backend, token).toll("echo", "echo")
+                assert toll is not None
+                permit = await toll.admit(f"{name}-{number}", 100, 100)
+                permit.settle(Usage(100, 0, 50, 1.0, 1.0, 1.0), "completed", 1)
+
+        await asyncio.gather(*(caller(f"warm{n}") for n in range(CALLERS)))
+        await backend.teams.limiter.drained(5)
+        before, theirs = cpu_seconds([os.getpid()]), cpu_seconds([redis])
+        await asyncio.gather(*(caller(f"{n}") for n in range(CALLERS)))
+        await backend.teams.limiter.drained(5)
+        after, later = cpu_seconds([os.getpid()]), cpu_seconds([redis])
+        calls = CALLERS * CALLS_OF_ONE
+        return {
+            "gateway us/request": (after - before) / calls * 1e6,
+            "redis us/request": (later - theirs) / calls * 1e6,
+        }
+
+
 async def trips() -> Figures:
     async with house() as (backend, token, _):
         toll = identified(backend, token).toll("echo", "echo")
@@ -137,10 +161,10 @@ async def trips() -> Figures:
         calls = 0
         real = backend.publisher.call
 
-        def counted(*command):
+        def counted(*command, **options):
             nonlocal calls
             calls += str(command[0]).startswith("EVAL")
-            return real(*command)
+            return real(*command, **options)
 
         backend.publisher.call = counted  # type: ignore[method-assign]
         permit = await toll.admit("second", 1, 1)
@@ -157,17 +181,17 @@ async def flood() -> Figures:
         assert access is not None
         plan = limiter._plan(access, "echo", time.time())
         hold = Hold(
-            record=UsageRecord(id="x", team="t"), rates=Rates(), states=plan.states,
-            slots=plan.slots, plans=plan.limits, input_tokens=100, output_tokens=100, cost=1,
+            record=UsageRecord(id="x", team="t"), rates=Rates(), slots=plan.slots,
+            input_tokens=100, output_tokens=100, cost=1, plan=plan.packed,
         )  # fmt: skip
-        packed, admit = encode_hold(hold), Script("admit")
-        names = [keys.open_requests(), keys.holds(), *plan.states]
-        assert len(plan.states) == 4
+        admit = Script("admit")
+        names, arguments = admission(hold)
+        assert len(plan.scopes) == 4
         link = Link(backend.teams.bookkeeper._url)
         await link.run([("SCRIPT", "LOAD", admit.text)], 5)
 
         def command(number: int):
-            arguments = [0, f"f{number}", keys.HOLD_MS, 100, 100, 1, 4, packed, *plan.limits]
+            arguments[1] = f"f{number}"
             return ("EVALSHA", admit.sha, len(names), *names, *arguments)
 
         before = cpu_seconds([redis])
@@ -182,7 +206,7 @@ async def flood() -> Figures:
 
 def main(options: argparse.Namespace) -> None:
     results = Results("teams", options)
-    for name, case in (("alone", alone), ("trips", trips), ("flood", flood)):
+    for name, case in (("alone", alone), ("busy", busy), ("trips", trips), ("flood", flood)):
         rounds = [uvloop.run(case()) for _ in range(options.rounds)]
         results.add(name, {"forebay": rounds}, "forebay")
     results.write()

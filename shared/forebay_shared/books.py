@@ -59,23 +59,34 @@ class Rates(msgspec.Struct, frozen=True, array_like=True):
 class Hold(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What a request reserved, where, and its record but for what it used.
 
-    `plans` are the scopes' limits as the scripts read them, one per state.
+    `plan` is the scopes' limits as the scripts read them. It is the last field, since `admit.lua`
+    puts it there: it has it anyway.
     """
 
     record: UsageRecord
     rates: Rates
-    states: list[str]
     slots: list[str]
-    plans: list[bytes]
     input_tokens: int
     output_tokens: int
     cost: int
+    plan: msgspec.Raw
 
 
-encode_hold = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 decode_hold = msgspec.msgpack.Decoder(Hold).decode
 encode_record = msgspec.json.Encoder().encode
 decode_record = msgspec.json.Decoder(UsageRecord).decode
+
+
+def admission(hold: Hold, now_ms: int = 0) -> tuple[list[str], list[Argument]]:
+    """Keys and arguments of the script `admit`. `now_ms` 0: by the clock of Redis."""
+    plan = bytes(hold.plan)
+    names = [keys.open_requests(), keys.holds(), keys.uses(), *hold.slots]
+    arguments: list[Argument] = [
+        now_ms, hold.record.id, keys.HOLD_MS, hold.input_tokens, hold.output_tokens, hold.cost,
+        _encode(hold)[: -len(plan)], plan,
+    ]  # fmt: skip
+    return names, arguments
 
 
 def total(usages: list[Usage]) -> Usage:
@@ -123,12 +134,12 @@ def settlement(
         keys.holds(),
         keys.settled(period),
         keys.records(),
-        *hold.states,
+        keys.uses(),
         *hold.slots,
     ]
     arguments: list[Argument] = [
         now_ms, record.id, hold.input_tokens, hold.output_tokens, hold.cost, record.input_tokens,
-        record.output_tokens, record.cost, len(hold.states), 2_000 * keys.SETTLED_S,
-        encode_record(record), keys.RECORDS_MAXLEN, "held" if only_held else "", *hold.plans,
+        record.output_tokens, record.cost, 2_000 * keys.SETTLED_S, keys.RECORDS_MAXLEN,
+        "held" if only_held else "", encode_record(record), bytes(hold.plan),
     ]  # fmt: skip
     return names, arguments

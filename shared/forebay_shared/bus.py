@@ -29,10 +29,6 @@ log = logging.getLogger(__name__)
 MAX_PIPELINE = 256
 
 
-class ScriptMissingError(BusError):
-    """Redis does not know the script of this hash."""
-
-
 class Publisher:
     """Sends commands through one task and one connection; what is queued goes in one round trip.
 
@@ -65,10 +61,13 @@ class Publisher:
         """Appends a packet to a stream that nobody owns; makes the stream if need be."""
         return self.call("XADD", stream, "MAXLEN", "~", maxlen, "*", PACKET_FIELD, packet)
 
-    def call(self, *command: Argument) -> asyncio.Future[Value]:
-        """Sends any command. The future raises BusError when Redis is away, full or refuses it."""
+    def call(self, *command: Argument, instead: Command | None = None) -> asyncio.Future[Value]:
+        """Sends any command. The future raises BusError when Redis is away, full or refuses it.
+
+        `instead` is sent when Redis does not know the script that `command` names.
+        """
         loop = asyncio.get_running_loop()
-        call = _Call(command, loop.create_future(), loop.time())
+        call = _Call(command, loop.create_future(), loop.time(), instead)
         if len(self._queue) >= self._max_queued or self._given_up(call.since):
             call.fail()
         else:
@@ -118,7 +117,10 @@ class Publisher:
             self.reconnects += 1
             log.info("publisher connected again")
         for call, answer in zip(batch, answers, strict=True):
-            call.answer(answer)
+            if isinstance(answer, NoScriptError) and call.retry():
+                queue.append(call)
+            else:
+                call.answer(answer)
         return True
 
     def _lost(self, error: BaseException) -> None:
@@ -138,21 +140,31 @@ class Publisher:
 class _Call:
     """A command and the future of its answer."""
 
-    __slots__ = ("command", "future", "since")
+    __slots__ = ("command", "future", "instead", "since")
 
-    def __init__(self, command: Command, future: asyncio.Future[Value], since: float) -> None:
+    def __init__(
+        self,
+        command: Command,
+        future: asyncio.Future[Value],
+        since: float,
+        instead: Command | None = None,
+    ) -> None:
         self.command = command
+        self.instead = instead
         self.future = future
         self.since = since
-        # Whoever fires and forgets must not cause "exception was never retrieved".
-        future.add_done_callback(_retrieve)
+
+    def retry(self) -> bool:
+        """Turns to the other command, where there is one and somebody still waits."""
+        if self.instead is None or self.future.done():
+            return False
+        self.command, self.instead = self.instead, None
+        return True
 
     def answer(self, answer: Answer) -> None:
         if self.future.done():
             return
-        if isinstance(answer, NoScriptError):
-            self.future.set_exception(ScriptMissingError("The script is not loaded."))
-        elif isinstance(answer, ResponseError):
+        if isinstance(answer, ResponseError):
             log.warning("redis refused %s: %s", self.command[0], str(answer).split(" ", 1)[0])
             self.fail()
         else:
@@ -163,8 +175,5 @@ class _Call:
             self.future.set_exception(
                 BusError("The message bus is not available. Please retry.", retry_after_s=1.0)
             )
-
-
-def _retrieve(future: asyncio.Future[Value]) -> None:
-    if not future.cancelled():
-        future.exception()
+            # Whoever fires and forgets must not cause "exception was never retrieved".
+            self.future.exception()

@@ -105,9 +105,9 @@ def changes() -> str:
     return "fb:{teams}:changes"
 
 
-def usage_state(scope: str) -> str:
-    """String: what a scope (`team:red`) has used of its limits, msgpack by the scripts."""
-    return f"fb:{{teams}}:use:{scope}"
+def uses() -> str:
+    """Hash: scope (`team:red`) -> what it has used and holds of its limits, as `admit.lua` says."""
+    return "fb:{teams}:use"
 
 
 def slots(scope: str) -> str:

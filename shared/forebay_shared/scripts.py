@@ -9,7 +9,7 @@ from functools import cache
 from hashlib import sha1
 from importlib.resources import files
 
-from forebay_shared.bus import Publisher, ScriptMissingError
+from forebay_shared.bus import Publisher
 from forebay_shared.link import Argument, Value
 
 
@@ -23,34 +23,9 @@ class Script:
     def send(
         self, publisher: Publisher, keys: list[str], arguments: list[Argument]
     ) -> asyncio.Future[Value]:
-        """Sends it at once, for whoever does not wait: the future is like `call`."""
-        answer = asyncio.get_running_loop().create_future()
-
-        def answered(future: asyncio.Future[Value]) -> None:
-            if answer.done():
-                return
-            error = None if future.cancelled() else future.exception()
-            if isinstance(error, ScriptMissingError):
-                whole = publisher.call("EVAL", self.text, len(keys), *keys, *arguments)
-                whole.add_done_callback(answered)
-            elif error is not None:
-                answer.set_exception(error)
-                answer.exception()  # retrieved: nobody has to wait for it
-            elif future.cancelled():
-                answer.cancel()
-            else:
-                answer.set_result(future.result())
-
-        command = publisher.call("EVALSHA", self.sha, len(keys), *keys, *arguments)
-        command.add_done_callback(answered)
-        return answer
-
-    async def call(self, publisher: Publisher, keys: list[str], arguments: list[Argument]) -> Value:
-        """Its answer. Raises BusError."""
-        try:
-            return await publisher.call("EVALSHA", self.sha, len(keys), *keys, *arguments)
-        except ScriptMissingError:
-            return await publisher.call("EVAL", self.text, len(keys), *keys, *arguments)
+        """Sends it at once. The future holds its answer, or a BusError."""
+        rest = (len(keys), *keys, *arguments)
+        return publisher.call("EVALSHA", self.sha, *rest, instead=("EVAL", self.text, *rest))
 
 
 @cache

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import re
 import signal
+import struct
+import time
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
 
@@ -11,7 +13,7 @@ import pytest
 from bus_house import WorkerProcess, answer, job, run_job, workers
 from forebay_gateway.backend import Backend
 from forebay_gateway.dispatch import Job
-from forebay_gateway.teams.books import Query, cells_of, days_between, fold, money, report
+from forebay_gateway.teams.books import Query, days_between, fold, money, report
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.records import Budget, Entry, Limits, Model, Price, Team
 from forebay_gateway.teams.secrets import split
@@ -66,7 +68,7 @@ async def test_three_gateways_admit_together_what_one_would(
             assert len(outcomes) - len(refused) == 10
             assert all("key " + key.id in each.message for each in refused)
             assert all(4 <= (each.retry_after_s or 0) <= 6 for each in refused)
-            headers = dict(callers[0][1].headers)
+            headers = dict(callers[0][1].answer_headers())
             assert headers[b"x-ratelimit-limit-requests"] == b"10"
             await wait_until(lambda: len(records(redis_server)) == 10)
 
@@ -198,6 +200,31 @@ async def test_what_nobody_settled_is_given_up_and_its_budget_comes_back(
         await toll.admit("next", 100, 100)
 
 
+async def test_what_a_scope_used_is_forgotten_a_day_after_it_can_matter(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    hourly, sent = key_of(budgets=(Budget(amount=1, window="hour"),))
+    for_ever, other = key_of(budgets=(Budget(amount=1, window="total"),))
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        await write(backend, [*BASICS, hourly, for_ever])
+        for token in (sent, other):
+            toll = (await caller_of(backend, token)).toll("echo", "echo")
+            assert toll is not None
+            (await toll.admit(token, 1, 1)).settle(Usage(1, 0, 1), "completed", 1)
+        await wait_until(lambda: len(records(redis_server)) == 2)
+        client, name = redis_server.client, f"key:{hourly.id}"
+        until_ms, *_ = struct.unpack("<d", client.hget(keys.uses(), name)[:8])
+        in_days = (until_ms / 1000 - time.time()) / 86_400
+        assert 1 <= in_days <= 1 + 1 / 24
+        await backend.teams.bookkeeper._forget()
+        assert client.hlen(keys.uses()) == 2
+        old = struct.pack("<10d", (time.time() - 1) * 1000, *[0.0] * 9)
+        client.hset(keys.uses(), name, old)
+        client.hset(keys.uses(), "key:deleted", old)
+        await backend.teams.bookkeeper._forget()
+        assert client.hkeys(keys.uses()) == [f"key:{for_ever.id}".encode()]
+
+
 @pytest.mark.chaos
 async def test_a_settlement_waits_for_a_redis_that_is_away_and_counts_once(
     redis_server: RedisServer, wait_until: WaitUntil
@@ -284,7 +311,7 @@ def test_reports_add_up_however_the_records_were_folded(
         assert sum(row["failed"] for row in rows) == sum(
             record.outcome != "completed" for record in given_records
         )
-    assert all(cell.name.count("\x1f") == 6 for r in given_records for cell in cells_of(r))
+    assert all(cell.name.count("\x1f") == 6 for cell in fold(given_records))
 
 
 def test_money_is_exact() -> None:

@@ -8,10 +8,10 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from forebay_gateway.teams.access import Scope
-from forebay_gateway.teams.plan import Plan, make_plan, window
+from forebay_gateway.teams.plan import Plan, limit_name, make_plan, window
 from forebay_gateway.teams.records import Budget, Limits, Record, Team
 from forebay_shared import keys
-from forebay_shared.books import Hold, Rates, UsageRecord, encode_hold, record_of, settlement
+from forebay_shared.books import Hold, Rates, UsageRecord, admission, record_of, settlement
 from forebay_shared.scripts import Script
 from forebay_shared.wire import Usage
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ from redis import Redis
 from redis_house import RedisServer, redis_running
 
 START = 1_800_000_000_000
-LEASE = 30_000
+LEASE = keys.HOLD_MS
 RATES = Rates(input=1000.0, cached=500.0, output=2000.0)
 ADMIT, SETTLE, RENEW = Script("admit"), Script("settle"), Script("renew")
 
@@ -44,22 +44,16 @@ class Scripts:
         return Hold(
             record=UsageRecord(id=request_id, team="red"),
             rates=RATES,
-            states=self._plan.states,
             slots=self._plan.slots,
-            plans=self._plan.limits,
+            plan=self._plan.packed,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
             cost=RATES.cost(input_tokens, 0, output_tokens),
         )
 
     def admit(self, now: int, hold: Hold) -> list:
-        return self._admit(
-            keys=[keys.open_requests(), keys.holds(), *hold.states, *hold.slots],
-            args=[
-                now, hold.record.id, LEASE, hold.input_tokens, hold.output_tokens, hold.cost,
-                len(hold.states), encode_hold(hold), *hold.plans,
-            ],
-        )  # fmt: skip
+        names, arguments = admission(hold, now)
+        return self._admit(keys=names, args=arguments)
 
     def settle(self, now: int, hold: Hold, usage: Usage, *, only_held: bool = False) -> int:
         record = record_of(hold, usage, "completed")
@@ -228,7 +222,7 @@ def test_a_crashed_gateways_slots_come_back_when_their_leases_end(server: RedisS
     assert scripts.admit(START, scripts.hold("one", 1, 1))[0] == 1
     refused = scripts.admit(START + LEASE - 1, scripts.hold("two", 1, 1))
     assert refused[0] == 0
-    assert refused[8] == b"concurrent_requests"
+    assert limit_name(refused[8]) == "concurrent_requests"
     assert scripts.admit(START + LEASE, scripts.hold("two", 1, 1))[0] == 1
 
 
@@ -247,7 +241,7 @@ def test_a_budget_is_new_in_each_window_and_a_gateways_wrong_clock_opens_none(
     spent = at(start).hold("1", 500, 250)  # 1,000,000 billionths: all of it
     assert at(start).admit(start, spent)[0] == 1
     refused = at(start).admit(start + 1000, at(start).hold("2", 1, 1))
-    assert (refused[0], refused[8], refused[9]) == (0, b"hour_budget", hour - 1000)
+    assert (refused[0], limit_name(refused[8]), refused[9]) == (0, "hour_budget", hour - 1000)
     at(start).settle(start + 2000, spent, Usage(500, 0, 250))
     assert at(start).admit(start + 3000, at(start).hold("3", 1, 1))[0] == 0
     assert at(start + hour).admit(start + 4000, at(start + hour).hold("4", 1, 1))[0] == 0
@@ -272,7 +266,7 @@ def test_a_model_and_a_team_are_bounded_together_and_the_one_that_refuses_is_nam
     assert scripts.admit(START, scripts.hold("2", 1, 1))[:3] == [1, 2, 0]
     refused = scripts.admit(START, scripts.hold("3", 1, 1))
     assert plan.scopes[refused[7] - 1] == "model m"
-    assert refused[8:] == [b"requests_per_minute", 30_000]
+    assert (limit_name(refused[8]), refused[9]) == ("requests_per_minute", 30_000)
 
 
 ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kathmandu"]

@@ -195,7 +195,7 @@ class Edge:
 def _callers_headers(scope: Scope) -> Headers:
     """What goes out for the caller's sake; nothing when it was not let in."""
     known: Caller | None = scope["state"].get(_CALLER)
-    return known.headers if known is not None else []
+    return known.answer_headers() if known is not None else []
 
 
 def _route(path: str) -> str:

@@ -7,6 +7,7 @@ moves with the sums in one atomic step, so two at once still count every record 
 import asyncio
 import logging
 from collections.abc import Sequence
+from struct import Struct
 from typing import cast
 
 import msgspec
@@ -40,6 +41,8 @@ GRACE_MS = 60_000
 KEEP_MS = 7 * 86_400_000
 """Records stay so long for export, once they are in the books."""
 
+_FORGET_AT = Struct("<d")
+
 Entry = tuple[str, UsageRecord]
 
 
@@ -51,6 +54,7 @@ class Bookkeeper:
         self._link = Link(url)
         self._gateway = gateway
         self._fold = Script("fold")
+        self._forget_script = Script("forget")
         self._sweep_at = self._trim_at = 0.0
         self.folded = 0
         self.lost = 0
@@ -133,6 +137,7 @@ class Bookkeeper:
         if now >= self._trim_at:
             self._trim_at = now + TRIM_S
             await self._trim()
+            await self._forget()
 
     async def _fold_batch(self) -> bool:
         """Puts the next records into the books; True when there may be more."""
@@ -184,6 +189,23 @@ class Bookkeeper:
         old = int(cast("list[bytes]", time)[0]) * 1000 - KEEP_MS
         folded = int(cast(bytes, cursor or b"0-0").partition(b"-")[0])
         await _ask(self._link, [("XTRIM", keys.records(), "MINID", min(old, folded))])
+
+    async def _forget(self) -> None:
+        """Drops what scopes used whose last windows ended long ago, deleted keys' for one."""
+        [time] = await _ask(self._link, [("TIME",)])
+        now_ms, cursor = int(cast("list[bytes]", time)[0]) * 1000, b"0"
+        while True:
+            [page] = await _ask(self._link, [("HSCAN", keys.uses(), cursor, "COUNT", BATCH)])
+            cursor, pairs = cast("tuple[bytes, list[bytes]]", page)
+            old = [
+                scope
+                for scope, state in zip(pairs[::2], pairs[1::2], strict=True)
+                if 0 <= _FORGET_AT.unpack_from(state)[0] < now_ms
+            ]
+            if old:
+                await self._run(self._forget_script, [keys.uses()], old)
+            if cursor == b"0":
+                return
 
     async def _run(self, script: Script, names: list[str], arguments: Sequence[Argument]) -> Answer:
         [answer] = await self._link.run(

@@ -4,8 +4,9 @@ Pure: records and cells go in, cells and rows come out. It knows no Redis.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
+from operator import attrgetter
 from typing import Literal, get_args
 
 import msgspec
@@ -24,6 +25,8 @@ Period = Literal["hour", "day", "month"]
 PERIODS: tuple[Period, ...] = get_args(Period)
 
 Figures = list[int]
+Place = tuple[str, ...]
+_place_of: Callable[[UsageRecord], Place] = attrgetter(*DIMENSIONS)
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -64,15 +67,14 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
         return sorted({keys.book_of_days(day.isoformat()[:7]) for day in days})
 
 
-def cells_of(record: UsageRecord) -> tuple[Cell, Cell]:
-    """The cells of a record: its hour and its day."""
-    when = datetime.fromtimestamp(record.at, UTC)
-    place = [getattr(record, name).replace(_SEPARATOR, " ").replace("\t", " ")
-             for name in DIMENSIONS]  # fmt: skip
-    day, hour = when.date().isoformat(), f"{when:%Y-%m-%dT%H}"
+def cells_of(hour: int, place: Iterable[str]) -> tuple[Cell, Cell]:
+    """The cells of an hour, counted from 1970 on, and of its day, for values of DIMENSIONS."""
+    when = datetime.fromtimestamp(hour * 3600, UTC).isoformat()
+    day, hour_name = when[:10], when[:13]
+    names = [value.replace(_SEPARATOR, " ").replace("\t", " ") for value in place]
     return (
-        Cell(keys.book_of_hours(day), _SEPARATOR.join([hour, *place]), HOURS_LIFE_S),
-        Cell(keys.book_of_days(day[:7]), _SEPARATOR.join([day, *place]), DAYS_LIFE_S),
+        Cell(keys.book_of_hours(day), _SEPARATOR.join([hour_name, *names]), HOURS_LIFE_S),
+        Cell(keys.book_of_days(day[:7]), _SEPARATOR.join([day, *names]), DAYS_LIFE_S),
     )
 
 
@@ -85,14 +87,19 @@ def figures_of(record: UsageRecord) -> Figures:
 
 def fold(records: Iterable[UsageRecord]) -> dict[Cell, Figures]:
     """Records as sums by cell."""
-    sums: dict[Cell, Figures] = defaultdict(lambda: [0] * len(FIGURES))
+    places: dict[tuple[int, Place], Figures] = {}
     for record in records:
-        figures = figures_of(record)
-        for cell in cells_of(record):
-            into = sums[cell]
-            for number, amount in enumerate(figures):
-                into[number] += amount
+        at = (int(record.at) // 3600, _place_of(record))
+        places[at] = _sum(places.get(at), figures_of(record))
+    sums: dict[Cell, Figures] = {}
+    for (hour, place), figures in places.items():
+        for cell in cells_of(hour, place):
+            sums[cell] = _sum(sums.get(cell), figures)
     return sums
+
+
+def _sum(so_far: Figures | None, figures: Figures) -> Figures:
+    return figures if so_far is None else [a + b for a, b in zip(so_far, figures, strict=True)]
 
 
 def report(query: Query, books: Iterable[Mapping[str, int]]) -> list[dict[str, str | int]]:

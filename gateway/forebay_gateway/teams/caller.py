@@ -5,7 +5,7 @@ from typing import Protocol
 from forebay_shared.errors import ModelNotFoundError, PermissionDeniedError
 
 from forebay_gateway.meter import Toll
-from forebay_gateway.teams.access import Access
+from forebay_gateway.teams.access import Access, Standing
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -23,10 +23,11 @@ class Caller:
     """One request's caller. A configured key, or nobody in particular, has no `access`: for it
     everything is allowed but the admin API, and nothing is counted.
 
-    `team` is the engine's fairness key, opaque and stable; `headers` go out with the answer.
+    `team` is the engine's fairness key, opaque and stable; `headers` go out with the answer, beside
+    those of its `standing`.
     """
 
-    __slots__ = ("_gate", "access", "headers", "root", "team")
+    __slots__ = ("_gate", "access", "headers", "root", "standing", "team")
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Caller:
         self.root = root
         """It is the admin key: it may do everything in the admin API, and nothing else."""
         self.headers: Headers = []
+        self.standing = access.standing if access is not None else None
 
     @property
     def cache_salt(self) -> str:
@@ -67,6 +69,10 @@ class Caller:
         elif route == "admin" and not self.root:
             raise PermissionDeniedError("This API key has no role in the admin API.")
 
+    def answer_headers(self) -> Headers:
+        """What every answer to this caller carries."""
+        return self.headers if self.standing is None else headers_of(self.standing) + self.headers
+
     def toll(self, alias: str, model: str) -> Toll | None:
         """Who admits and pays for a job of this caller; None: nobody counts. `alias` is the name
         that was asked for, `model` the served one's main name.
@@ -83,6 +89,20 @@ class Caller:
         """Raises ModelNotFoundError for a model that the caller may not know of."""
         if not self.sees(model):
             raise unknown_model(model)
+
+
+def headers_of(standing: Standing) -> Headers:
+    """The `x-ratelimit-*` headers of OpenAI's; none where nothing is limited."""
+    headers: Headers = []
+    for name, numbers in ((b"requests", standing.requests), (b"tokens", standing.tokens)):
+        if numbers is not None:
+            limit, remaining, reset_s = numbers
+            headers += [
+                (b"x-ratelimit-limit-" + name, b"%d" % limit),
+                (b"x-ratelimit-remaining-" + name, b"%d" % max(0, remaining)),
+                (b"x-ratelimit-reset-" + name, b"%.3gs" % reset_s),
+            ]
+    return headers
 
 
 def unknown_model(name: str) -> ModelNotFoundError:

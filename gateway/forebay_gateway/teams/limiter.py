@@ -17,7 +17,7 @@ from forebay_shared.books import (
     Outcome,
     Rates,
     UsageRecord,
-    encode_hold,
+    admission,
     record_of,
     settlement,
 )
@@ -29,7 +29,7 @@ from forebay_shared.wire import Usage
 
 from forebay_gateway.teams.access import Access, Scope, Standing
 from forebay_gateway.teams.directory import Directory
-from forebay_gateway.teams.plan import Plan, make_plan
+from forebay_gateway.teams.plan import Plan, limit_name, make_plan
 from forebay_gateway.teams.records import Model, Price
 
 log = logging.getLogger(__name__)
@@ -39,15 +39,6 @@ MAX_UNSETTLED = 65_536
 """Settlements that wait for Redis; the oldest beyond it are left to the ledger."""
 ADMIT_S = 2.0
 AGAIN_S = 2.0
-
-_DIMENSIONS = {
-    "requests_per_minute": "requests per minute",
-    "input_tokens_per_minute": "input tokens per minute",
-    "output_tokens_per_minute": "output tokens per minute",
-    "tokens_per_minute": "tokens per minute",
-    "tokens_per_day": "tokens per day",
-    "concurrent_requests": "concurrent requests",
-}
 
 
 class Permit:
@@ -106,9 +97,8 @@ class Limiter:
         hold = Hold(
             record=record,
             rates=rates,
-            states=plan.states,
             slots=plan.slots,
-            plans=plan.limits,
+            plan=plan.packed,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
             cost=rates.cost(input_tokens, 0, output_tokens),
@@ -126,8 +116,8 @@ class Limiter:
         )
         if answer[0] != 1:
             self.refused += 1
-            scope, limit, wait_ms = cast("tuple[int, bytes, int]", answer[7:10])
-            raise _refused(plan.scopes[scope - 1], limit.decode(), wait_ms / 1000, standing)
+            scope, limit, wait_ms = cast("list[int]", answer[7:10])
+            raise _refused(plan.scopes[scope - 1], limit_name(limit), wait_ms / 1000, standing)
         permit = Permit(self, hold, standing, now)
         self._open[record.id] = permit
         return permit
@@ -163,17 +153,12 @@ class Limiter:
         return True
 
     async def _ask(self, hold: Hold) -> list[Value]:
-        names = [keys.open_requests(), keys.holds(), *hold.states, *hold.slots]
-        arguments: list[Argument] = [
-            0, hold.record.id, keys.HOLD_MS, hold.input_tokens, hold.output_tokens, hold.cost,
-            len(hold.states), encode_hold(hold), *hold.plans,
-        ]  # fmt: skip
+        answer = self._admit.send(self._publisher, *admission(hold))
+        timer = asyncio.get_running_loop().call_later(ADMIT_S, _give_up, answer)
         try:
-            async with asyncio.timeout(ADMIT_S):
-                answer = await self._admit.call(self._publisher, names, arguments)
-        except TimeoutError:
-            raise _away() from None
-        return cast("list[Value]", answer)
+            return cast("list[Value]", await answer)
+        finally:
+            timer.cancel()
 
     def _enqueue(self, hold: Hold, record: UsageRecord, *, only_held: bool) -> None:
         names, arguments = settlement(hold, record, only_held=only_held)
@@ -236,14 +221,18 @@ class RefusedError(RateLimitError):
 
 
 def _refused(scope: str, limit: str, wait_s: float, standing: Standing) -> RefusedError:
-    what = _DIMENSIONS.get(limit)
-    if what is None:
-        what = "budget for this " + limit.removesuffix("_budget")
-        if limit == "total_budget":
-            what = "budget"
+    what = limit.replace("_", " ")
+    if limit.endswith("_budget"):
+        window = limit.removesuffix("_budget")
+        what = "budget" if window == "total" else f"budget for this {window}"
     return RefusedError(
         f"The {scope} has reached its limit: {what}. Please wait and retry.", wait_s, standing
     )
+
+
+def _give_up(answer: asyncio.Future[Value]) -> None:
+    if not answer.done():
+        answer.set_exception(_away())
 
 
 def _away() -> BusError:

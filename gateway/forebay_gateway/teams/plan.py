@@ -5,7 +5,7 @@ Pure: the time is given. It knows no Redis.
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 from zoneinfo import ZoneInfo
 
 import msgspec
@@ -14,41 +14,60 @@ from forebay_shared import keys
 from forebay_gateway.teams.access import Scope
 from forebay_gateway.teams.records import Budget, Limits, Record, Window
 
-_pack = msgspec.msgpack.Encoder().encode
 NANO = 10**9
 NEVER = -1
+LIMITS = (
+    "requests_per_minute",
+    "input_tokens_per_minute",
+    "output_tokens_per_minute",
+    "tokens_per_minute",
+    "tokens_per_day",
+    "concurrent_requests",
+)
+"""As the scripts number them, from 1 on."""
+_WINDOWS: tuple[Window, ...] = get_args(Window)
+_UNITS = {"money": 100, "tokens": 200}
+
+_pack = msgspec.msgpack.Encoder().encode
+_Cell = int | float | str
 
 
 class Plan(NamedTuple):
-    """The scopes that bound a request, each with its state's key, its limits and maybe its slots.
+    """The scopes that bound a request, the slots of those that bound concurrency, and their limits
+    as `admit.lua` reads them.
 
     It is right until `until`, when a budget's window ends, in seconds since 1970.
     """
 
     scopes: list[str]
-    states: list[str]
     slots: list[str]
-    limits: list[bytes]
+    packed: msgspec.Raw
     until: float
 
 
 def make_plan(scopes: Sequence[Scope], now: float) -> Plan:
     """The plan of those scopes that have limits or budgets."""
     bounded = [scope for scope in scopes if _is_bounded(scope.record)]
-    packed = [_packed(scope.record, now) for scope in bounded]
-    ends = [end for _, end in packed]
     labels = [f"{scope.kind}:{scope.record.id}" for scope in bounded]
-    return Plan(
-        [scope.name for scope in bounded],
-        [keys.usage_state(label) for label in labels],
-        [
-            keys.slots(label)
-            for scope, label in zip(bounded, labels, strict=True)
-            if scope.record.limits.concurrent_requests is not None
-        ],
-        [limits for limits, _ in packed],
-        min(ends, default=float("inf")),
-    )
+    cells: list[_Cell] = [len(bounded), *labels]
+    until = float("inf")
+    for scope in bounded:
+        limits, end = _cells(scope.record, now)
+        cells += limits
+        until = min(until, end)
+    slots = [
+        keys.slots(label)
+        for scope, label in zip(bounded, labels, strict=True)
+        if scope.record.limits.concurrent_requests is not None
+    ]
+    return Plan([scope.name for scope in bounded], slots, msgspec.Raw(_pack(cells)), until)
+
+
+def limit_name(number: int) -> str:
+    """What a script refused for, as a record's field names it; `month_budget` for a budget."""
+    if number < min(_UNITS.values()):
+        return LIMITS[number - 1]
+    return f"{_WINDOWS[number % 100]}_budget"
 
 
 def window(budget: Budget, now: float) -> tuple[float, float]:
@@ -88,21 +107,18 @@ def _is_bounded(record: Record) -> bool:
     return bool(record.budgets) or record.limits != Limits()
 
 
-def _packed(record: Record, now: float) -> tuple[bytes, float]:
-    """The limits as `admit.lua` describes them, and until when they are right."""
-    limits = record.limits
-    numbers = (
-        limits.requests_per_minute, limits.input_tokens_per_minute,
-        limits.output_tokens_per_minute, limits.tokens_per_minute, limits.tokens_per_day,
-        limits.concurrent_requests,
-    )  # fmt: skip
-    budgets: list[tuple[str, str, float, int, int]] = []
+def _cells(record: Record, now: float) -> tuple[list[_Cell], float]:
+    """A scope's part of a plan, and until when it is right."""
+    budgets: list[_Cell] = []
     ends = [0]
     for budget in record.budgets:
         start, end = window(budget, now)
         amount = round(budget.amount * NANO) if budget.unit == "money" else budget.amount
         ends.append(round(end * 1000) if end > 0 else NEVER)
-        budgets.append((budget.unit[0], budget.window, amount, round(start * 1000), ends[-1]))
+        code = _UNITS[budget.unit] + _WINDOWS.index(budget.window)
+        budgets += [code, amount, round(start * 1000), ends[-1]]
+    limits = [getattr(record.limits, name) for name in LIMITS]
     last = NEVER if NEVER in ends else max(ends)
-    plan = [*(NEVER if number is None else number for number in numbers), budgets, last]
-    return _pack(plan), min((end / 1000 for end in ends if end > 0), default=float("inf"))
+    cells: list[_Cell] = [NEVER if limit is None else limit for limit in limits]
+    until = min((end / 1000 for end in ends if end > 0), default=float("inf"))
+    return [*cells, last, len(record.budgets), *budgets], until

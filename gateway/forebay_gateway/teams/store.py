@@ -75,7 +75,7 @@ class DirectoryStore:
         for change in changes:
             value = "" if change.entry is None else encode(change.entry)
             arguments += [change.place, change.expected, value]
-        answer = await self._script.call(
+        answer = await self._script.send(
             self._publisher,
             [keys.directory(), keys.directory_revision(), keys.changes(), keys.audit()],
             arguments,

@@ -21,7 +21,7 @@ from forebay_gateway.teams.reports import Reports
 from forebay_gateway.teams.secrets import Token
 from forebay_gateway.teams.store import DirectoryStore
 from forebay_gateway.teams.sync import DirectorySync
-from forebay_gateway.teams.toll import TeamToll, headers_of
+from forebay_gateway.teams.toll import TeamToll
 
 STALE_S = 60.0
 """So long the mirror speaks for a Redis that is away. After it, keys are neither good nor bad."""
@@ -57,10 +57,7 @@ class Teams:
         if fresh_at is None or asyncio.get_running_loop().time() - fresh_at > STALE_S:
             raise BusError("Keys cannot be checked now. Please retry.", retry_after_s=2.0)
         access = self._gatekeeper.open(token, self.sync.pepper, time.time(), client)
-        caller = Caller(access.engine_team, access, self)
-        if access.standing is not None:
-            caller.headers += headers_of(access.standing)
-        return caller
+        return Caller(access.engine_team, access, self)
 
     def toll(self, caller: Caller, access: Access, alias: str, model: str) -> Toll:
         """Who pays for a job; see Caller.toll."""

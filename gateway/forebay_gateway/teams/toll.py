@@ -3,7 +3,7 @@
 from forebay_shared.books import UsageRecord
 
 from forebay_gateway.teams.access import Access
-from forebay_gateway.teams.caller import Caller, Headers
+from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.limiter import Limiter, Permit, RefusedError, Standing
 
 
@@ -43,18 +43,4 @@ class TeamToll:
 
     def _tell(self, standing: Standing) -> None:
         self._access.standing = standing
-        self._caller.headers[:] = headers_of(standing)
-
-
-def headers_of(standing: Standing) -> Headers:
-    """The `x-ratelimit-*` headers of OpenAI's; none where nothing is limited."""
-    headers: Headers = []
-    for name, numbers in ((b"requests", standing.requests), (b"tokens", standing.tokens)):
-        if numbers is not None:
-            limit, remaining, reset_s = numbers
-            headers += [
-                (b"x-ratelimit-limit-" + name, b"%d" % limit),
-                (b"x-ratelimit-remaining-" + name, b"%d" % max(0, remaining)),
-                (b"x-ratelimit-reset-" + name, b"%.3gs" % reset_s),
-            ]
-    return headers
+        self._caller.standing = standing

@@ -1,15 +1,21 @@
 -- May this request start: checks every limit of every scope, then reserves in all of them, or in none.
--- KEYS: open, holds, a state per scope, then the slots of the scopes that bound concurrency.
+-- KEYS: open, holds, use, then the slots of the scopes that bound concurrency.
 -- ARGV: now in ms (0: this server's clock), id, lease in ms, input tokens, most output tokens, most
--- cost, the number of scopes, the hold for whoever must settle in our place; then a plan per scope:
--- {requests, input, output, tokens a minute, tokens a day, concurrent (-1: no limit), budgets of
--- {unit, window, amount, start, end}, when the last of them ends (0: none, -1: never)}.
--- A state has what was used of each bucket at the moment `at` (it drains at the limit's rate) and what
--- open requests hold. A bucket admits while one token is left of it, used and held together: so it
--- may be overdrawn by one request's reservation and no more.
+-- cost, the hold for whoever must settle in our place but for its last field, and that: the plan.
+-- PLAN: the number of scopes, their names, then for each scope: requests, input, output and tokens a
+-- minute, tokens a day, concurrent requests (-1: no limit), when its last budget ends (0: none, -1:
+-- never), the number of its budgets, and for each {code, amount, start, end}; code is 100 for money, 200
+-- for tokens, plus the window's number.
+-- STATE of a scope, in `use`: doubles. When it may be forgotten (-1: never); the moment `at`; the
+-- input, output and cost that open requests hold; what was used, at that moment, of the buckets of
+-- requests, input, output and tokens a minute, tokens a day (it drains at the limit's rate); then
+-- {code, start, spent} of each budget.
+-- A bucket admits while one token is left of it, used and held together: so it may be overdrawn by one
+-- request's reservation and no more.
 -- Returns 1 or 0, then limit, remaining, ms until full again, for requests and for tokens (-1: no
--- limit); when refused: the scope's number, the limit's name, ms to wait.
-local MINUTE, DAY, EPS = 60000, 86400000, 1e-6
+-- limit); when refused: the scope's number, the limit's (1 to 5: the buckets, 6: concurrent requests,
+-- else a budget's code), ms to wait.
+local MINUTE, DAY, EPS, FORM, BUDGET = 60000, 86400000, 1e-6, '<dddddddddd', '<ddd'
 local now = tonumber(ARGV[1])
 if now == 0 then
   local time = redis.call('TIME')
@@ -17,119 +23,109 @@ if now == 0 then
 end
 local id, lease = ARGV[2], tonumber(ARGV[3])
 local input, output, cost = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local count = tonumber(ARGV[7])
-if redis.call('ZSCORE', KEYS[1], id) then
+if redis.call('HEXISTS', KEYS[2], id) == 1 then
   return {1, -1, 0, 0, -1, 0, 0} -- sent again: it is in
 end
-local wait, refused, name = -1, 0, ''
+local plan = cmsgpack.unpack(ARGV[8])
+local count = plan[1]
+local wait, refused, limit = -1, 0, 0
 local shown = {-1, 0, 0, -1, 0, 0}
 
-local function refuse(scope, limit, ms)
+local function refuse(scope, number, ms)
   if ms > wait then
-    wait, refused, name = ms, scope, limit
+    wait, refused, limit = ms, scope, number
   end
 end
 
-local function show(at, cap, left, full)
-  if shown[at] < 0 or left < shown[at + 1] then
-    shown[at], shown[at + 1], shown[at + 2] = cap, left, full
+-- What is used of a bucket now. `kind` 1: requests, 4: tokens; `amount` is what is asked for.
+local function bucket(scope, number, cap, period, used, held, idle, kind, amount)
+  if cap < 0 then
+    return used
   end
+  used = math.max(0, used - cap * idle / period)
+  local level = used + held
+  if level + 1 - cap > EPS then
+    refuse(scope, number, cap > 0 and math.max(1, (level + 1 - cap) * period / cap) or period)
+  end
+  local left = math.max(0, cap - level - amount)
+  if shown[kind] < 0 or left < shown[kind + 1] then
+    shown[kind], shown[kind + 1], shown[kind + 2] = cap, left, cap > 0 and level * period / cap or period
+  end
+  return used
 end
 
-local function bucket(scope, state, field, limit, cap, period, held, at, amount)
-  local used = (state[field] or 0) - cap * (now - state.at) / period
-  if used < 0 then
-    used = 0
+-- What was spent of each budget, by code, as the state has it.
+local function budgets(stored)
+  local spent = {}
+  for from = 81, #stored, 24 do
+    local code, start, amount = struct.unpack(BUDGET, stored, from)
+    spent[code] = {start, amount}
   end
-  state[field] = used
-  local over = used + held + 1 - cap
-  if over > EPS then
-    refuse(scope, limit, cap > 0 and math.max(1, over * period / cap) or period)
-  end
-  show(at, cap, math.max(0, cap - used - held - amount), cap > 0 and (used + held) * period / cap or period)
+  return spent
 end
 
-local names = {}
+local stored = count > 0 and redis.call('HMGET', KEYS[3], unpack(plan, 2, count + 1)) or {}
+local states, slots, p = {}, 0, count + 2
 for i = 1, count do
-  names[i] = KEYS[2 + i]
-end
-local stored = count > 0 and redis.call('MGET', unpack(names)) or {}
-local states, plans, slots = {}, {}, {}
-local slot = 2 + count
-for i = 1, count do
-  local state = stored[i] and cmsgpack.unpack(stored[i]) or {at = now, hi = 0, ho = 0, hm = 0}
-  local plan = cmsgpack.unpack(ARGV[8 + i])
-  states[i], plans[i] = state, plan
-  if state.at > now then
-    state.at = now
+  local at, hi, ho, hm, r, inp, out, tok, day = now, 0, 0, 0, 0, 0, 0, 0, 0
+  if stored[i] then
+    local _
+    _, at, hi, ho, hm, r, inp, out, tok, day = struct.unpack(FORM, stored[i])
   end
-  local tokens = state.hi + state.ho
-  if plan[1] >= 0 then
-    bucket(i, state, 'r', 'requests_per_minute', plan[1], MINUTE, 0, 1, 1)
-  end
-  if plan[2] >= 0 then
-    bucket(i, state, 'i', 'input_tokens_per_minute', plan[2], MINUTE, state.hi, 4, input)
-  end
-  if plan[3] >= 0 then
-    bucket(i, state, 'o', 'output_tokens_per_minute', plan[3], MINUTE, state.ho, 4, output)
-  end
-  if plan[4] >= 0 then
-    bucket(i, state, 't', 'tokens_per_minute', plan[4], MINUTE, tokens, 4, input + output)
-  end
-  if plan[5] >= 0 then
-    bucket(i, state, 'd', 'tokens_per_day', plan[5], DAY, tokens, 4, input + output)
-  end
-  if plan[6] >= 0 then
-    slot = slot + 1
-    slots[#slots + 1] = KEYS[slot]
-    redis.call('ZREMRANGEBYSCORE', KEYS[slot], '-inf', now)
-    if redis.call('ZCARD', KEYS[slot]) >= plan[6] then
-      refuse(i, 'concurrent_requests', 1000)
+  local idle = math.max(0, now - at)
+  r = bucket(i, 1, plan[p], MINUTE, r, 0, idle, 1, 1)
+  inp = bucket(i, 2, plan[p + 1], MINUTE, inp, hi, idle, 4, input)
+  out = bucket(i, 3, plan[p + 2], MINUTE, out, ho, idle, 4, output)
+  tok = bucket(i, 4, plan[p + 3], MINUTE, tok, hi + ho, idle, 4, input + output)
+  day = bucket(i, 5, plan[p + 4], DAY, day, hi + ho, idle, 4, input + output)
+  if plan[p + 5] >= 0 then
+    slots = slots + 1
+    redis.call('ZREMRANGEBYSCORE', KEYS[3 + slots], '-inf', now)
+    if redis.call('ZCARD', KEYS[3 + slots]) >= plan[p + 5] then
+      refuse(i, 6, 1000)
     end
   end
-  for _, budget in ipairs(plan[7]) do
-    local field = budget[1] .. budget[2]
-    state.b = state.b or {}
-    local spent = state.b[field]
-    -- A window begins when this server's clock says so, whatever a gateway's clock says.
-    if not spent or (budget[4] > spent[1] and budget[4] <= now) then
-      spent = {budget[4], 0}
-      state.b[field] = spent
+  local last, bounded = plan[p + 6], plan[p + 7]
+  local kept = ''
+  if bounded > 0 or (stored[i] and #stored[i] > 80) then
+    local spent = budgets(stored[i] or '')
+    for b = p + 8, p + 4 + 4 * bounded, 4 do
+      local code, amount, start, ends = plan[b], plan[b + 1], plan[b + 2], plan[b + 3]
+      -- A window begins when this server's clock says so, whatever a gateway's clock says.
+      if not spent[code] or (start > spent[code][1] and start <= now) then
+        spent[code] = {start, 0}
+      end
+      if spent[code][2] + (code < 200 and hm or hi + ho) >= amount then
+        refuse(i, code, ends > now and ends - now or DAY)
+      end
     end
-    local held = budget[1] == 'm' and state.hm or tokens
-    if spent[2] + held >= budget[3] then
-      refuse(i, budget[2] .. '_budget', budget[5] > now and budget[5] - now or DAY)
+    for code, window in pairs(spent) do
+      kept = kept .. struct.pack(BUDGET, code, window[1], window[2])
     end
   end
-  state.at = now
+  local forget = last < 0 and -1 or math.max(now, last) + DAY
+  states[2 * i - 1] = plan[i + 1]
+  states[2 * i] = struct.pack(
+    FORM, forget, now, hi + input, ho + output, hm + cost, r + (plan[p] >= 0 and 1 or 0), inp, out, tok, day
+  ) .. kept
+  p = p + 8 + 4 * bounded
 end
 
 local answer = {wait < 0 and 1 or 0}
-if wait < 0 then
-  for i = 1, count do
-    local state, plan = states[i], plans[i]
-    if plan[1] >= 0 then
-      state.r = state.r + 1
-    end
-    state.hi, state.ho, state.hm = state.hi + input, state.ho + output, state.hm + cost
-    if plan[8] < 0 then
-      redis.call('SET', KEYS[2 + i], cmsgpack.pack(state))
-    else
-      local ttl = math.max(DAY, plan[8] - now + DAY)
-      redis.call('SET', KEYS[2 + i], cmsgpack.pack(state), 'PX', string.format('%d', ttl))
-    end
-  end
-  for _, key in ipairs(slots) do
-    redis.call('ZADD', key, now + lease, id)
-    redis.call('PEXPIRE', key, lease * 4)
-  end
-  redis.call('ZADD', KEYS[1], now + lease, id)
-  redis.call('HSET', KEYS[2], id, ARGV[8])
-end
 for i = 1, 6 do
   answer[i + 1] = math.floor(shown[i])
 end
 if wait >= 0 then
-  answer[8], answer[9], answer[10] = refused, name, math.ceil(wait)
+  answer[8], answer[9], answer[10] = refused, limit, math.ceil(wait)
+  return answer
 end
+if count > 0 then
+  redis.call('HSET', KEYS[3], unpack(states))
+end
+for i = 4, 3 + slots do
+  redis.call('ZADD', KEYS[i], now + lease, id)
+  redis.call('PEXPIRE', KEYS[i], lease * 4)
+end
+redis.call('ZADD', KEYS[1], now + lease, id)
+redis.call('HSET', KEYS[2], id, ARGV[7] .. ARGV[8])
 return answer

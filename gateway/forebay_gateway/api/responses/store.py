@@ -176,7 +176,7 @@ class ResponseStore:
     async def _run(self, step: str, team: str, id_: str, *arguments: Argument) -> Value:
         prefixes = keys.response(team, ""), keys.response_events(team, "")
         books = list(keys.responses(team))
-        return await self._script.call(self._redis, books, [step, *prefixes, id_, *arguments])
+        return await self._script.send(self._redis, books, [step, *prefixes, id_, *arguments])
 
     def _room(self, response: bytes, input_: bytes, more: int = 0) -> tuple[Argument, ...]:
         """What a response takes, and what there is."""
