@@ -247,6 +247,9 @@ class ScriptedBackend:
     def cards(self) -> list[ModelCard]:
         return [self.card] if self.known else []
 
+    def on_card(self, learner: Callable[[ModelCard], None]) -> None:
+        """Its one card is known from the beginning."""
+
     def find(self, name: str) -> ModelCard:
         if not self.known:
             raise NoWorkerError("No worker is ready.", retry_after_s=1.0)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from forebay_shared.errors import MethodNotAllowedError
+from forebay_shared.models import ModelCard
 from forebay_shared.settings import GatewaySettings
 from litestar import Litestar, Request, Response
 from litestar.datastructures import State
@@ -53,6 +54,11 @@ def create_app(
     )
     responses = ResponsesService(turns, settings)
     admission = Admission(settings.max_concurrent_requests)
+
+    def learn(card: ModelCard) -> None:
+        backend.tasks.start("tokenizer", renderers.prepare(card))
+
+    backend.roster.on_card(learn)
 
     async def warm() -> None:
         await renderers.warm(backend.roster.cards())

@@ -8,6 +8,7 @@ may write control tokens. It knows no HTTP dialect and no bus; blobs come from w
 import asyncio
 import copy
 import ctypes
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +17,12 @@ from functools import cached_property
 from typing import Protocol, Self, TypeVar
 
 import msgspec
-from forebay_shared.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from forebay_shared.errors import (
+    BusError,
+    ContextLengthError,
+    InvalidRequestError,
+    UnsupportedError,
+)
 from forebay_shared.models import ModelCard
 from forebay_shared.template import ChatTemplate, Json
 from tokenizers import Tokenizer
@@ -25,6 +31,8 @@ from forebay_gateway.output import Vocabulary
 from forebay_gateway.request_template import RequestTemplate
 from forebay_gateway.tools.history import with_short_ids, with_text_arguments
 from forebay_gateway.tools.spelled import reads_tools, with_spelled_calls, with_spelled_tools
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Message = dict[str, Json]
@@ -41,6 +49,7 @@ MAX_BORROWED = 2
 # token's text in two so that neither half is it.
 _CONTINUE = "\ufdd0"
 _CUT = "\ufdd1"
+_PREPARE_ATTEMPTS, _PREPARE_AGAIN_S = 5, 1.0
 _MARGIN = 64
 """Tokens that a text is kept beyond what a truncation leaves of it."""
 _DOCUMENTS = re.compile(r"\bdocuments\b")
@@ -334,6 +343,21 @@ class Renderers:
         """Loads the renderers of these models, as many as are kept."""
         for card in cards[:MAX_RENDERERS]:
             await self.get(card)
+
+    async def prepare(self, card: ModelCard) -> None:
+        """Loads a renderer before anybody waits for it, if there is room; gives up in the end."""
+        for _ in range(_PREPARE_ATTEMPTS):
+            if len(self._ready) >= MAX_RENDERERS:
+                return
+            try:
+                await self.get(card)
+            except BusError:
+                await asyncio.sleep(_PREPARE_AGAIN_S)
+            except Exception:  # whoever asks for this model will be told
+                log.exception("the tokenizer of %s cannot be used", card.name)
+                return
+            else:
+                return
 
     async def _load(self, card: ModelCard) -> Renderer:
         tokenizer = await self._blob(card.tokenizer)

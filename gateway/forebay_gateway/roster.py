@@ -131,6 +131,7 @@ class Roster:
         self._cards: dict[str, ModelCard] = {}
         self._card_seen_at: dict[str, float] = {}
         self._listeners: list[Callable[[str], None]] = []
+        self._learners: list[Callable[[ModelCard], None]] = []
         self._changed = asyncio.Event()
         self._snapshots = -1
         self._pools: dict[tuple[str, str], Pool[Worker]] = {}
@@ -193,6 +194,10 @@ class Roster:
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Calls `listener` with the name of every worker that is lost from now on."""
         self._listeners.append(listener)
+
+    def on_card(self, learner: Callable[[ModelCard], None]) -> None:
+        """Calls `learner` with every card that is fetched from now on."""
+        self._learners.append(learner)
 
     async def changed(self) -> None:
         """Waits until a worker begins to take requests."""
@@ -273,6 +278,8 @@ class Roster:
             self._cards[wanted] = worker.card = card
             self._pools.clear()
             self._card_seen_at[wanted] = worker.seen_at
+            for learner in self._learners:
+                learner(card)
             self._opened(worker, was_open)
 
         self._publisher.call("GET", keys.worker_card(worker.name)).add_done_callback(received)

@@ -10,12 +10,13 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
-
-import msgspec
+from typing import TYPE_CHECKING, Any, cast
 
 from forebay_shared import flags
 from forebay_shared.settings import GatewaySettings, ServeSettings, WorkerSettings
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Command:
 
     name: str
     summary: str
-    settings: type[msgspec.Struct]
+    settings: "type[DataclassInstance]"
     run: str
     positional: str = ""
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
@@ -36,7 +37,9 @@ class Command:
         settings = self.parse(arguments, os.environ)
         return _function(self.run)(settings)
 
-    def parse(self, arguments: Sequence[str], environment: Mapping[str, str]) -> msgspec.Struct:
+    def parse(
+        self, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> "DataclassInstance":
         model = f"[{self.positional.upper()}] " if self.positional else ""
         parser = flags.Parser(
             prog=f"forebay {self.name}",
@@ -109,6 +112,7 @@ _HTTP = (
     "gateways",
     "max_body_bytes",
     "max_concurrent_requests",
+    "queue_timeout_s",
     "protect_metrics",
     "allowed_origins",
     "admin_key",
@@ -118,6 +122,7 @@ _HTTP = (
     "response_ttl_s",
     "response_store_bytes",
     "max_background_responses",
+    "trust_request_chat_template",
 )
 
 SERVE = Command(
@@ -132,6 +137,7 @@ SERVE = Command(
         "embeddings": _EMBEDDING,
         "engine": _ENGINE,
     },
+    hidden=("fd",),
     examples=(
         "forebay serve                                   the demo model, on port 8000",
         "forebay serve Qwen/Qwen3-0.6B --port 9000       a model of the hub",

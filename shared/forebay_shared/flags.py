@@ -1,4 +1,4 @@
-"""Flags and environment -> a settings struct, and a settings struct -> environment.
+"""Flags and environment -> settings, and settings -> environment.
 
 A field `max_num_seqs` is the flag `--max-num-seqs` (also `--max_num_seqs`) and the variable
 FOREBAY_MAX_NUM_SEQS; the flag wins. Kinds: int (also 8k, 2M as in vLLM), float, str, Secret,
@@ -12,16 +12,29 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
 
 from forebay_shared.settings import Secret, StartError
 
-S = TypeVar("S", bound=msgspec.Struct)
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+S = TypeVar("S", bound="DataclassInstance")
 
 PREFIX = "FOREBAY_"
 SYNONYMS = {"half": "float16", "float": "float32"}
@@ -32,7 +45,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a settings struct, as a flag."""
+    """One field of a settings class, as a flag."""
 
     name: str
     kind: type
@@ -70,9 +83,10 @@ class Option:
         return f"{noun} {_bounds(self.meta)}".rstrip()
 
 
-def options(settings: type[msgspec.Struct]) -> list[Option]:
-    """The fields of a settings struct, in its order."""
-    return [_option(field) for field in msgspec.structs.fields(settings)]
+def options(settings: "type[DataclassInstance]") -> list[Option]:
+    """The fields of a settings class, in its order."""
+    kinds = get_type_hints(settings, include_extras=True)
+    return [_option(field, kinds[field.name]) for field in fields(settings)]
 
 
 def parse(
@@ -110,7 +124,7 @@ def parse(
 
 def add_flags(
     parser: argparse.ArgumentParser,
-    settings: type[msgspec.Struct],
+    settings: "type[DataclassInstance]",
     groups: Mapping[str, Iterable[str]],
     *,
     positional: str = "",
@@ -139,7 +153,7 @@ def add_flags(
             )
 
 
-def to_environment(settings: msgspec.Struct) -> dict[str, str]:
+def to_environment(settings: "DataclassInstance") -> dict[str, str]:
     """The variables that give `settings` again: how a supervisor hands them, secrets too, on."""
     variables: dict[str, str] = {}
     for option in options(type(settings)):
@@ -160,8 +174,8 @@ class Parser(argparse.ArgumentParser):
         raise StartError(message.removeprefix("argument ").replace(": expected one", " needs one"))
 
 
-def _option(field: msgspec.structs.FieldInfo) -> Option:
-    kind, meta = field.type, Meta()
+def _option(field: Field[Any], kind: Any) -> Option:
+    meta = Meta()
     if get_origin(kind) is Annotated:
         kind, meta = get_args(kind)[:2]
     repeatable = get_origin(kind) is tuple

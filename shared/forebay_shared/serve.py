@@ -16,7 +16,8 @@ import socket
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeVar, cast
+from dataclasses import fields, replace
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -35,7 +36,7 @@ from forebay_shared.settings import (
     WorkerSettings,
 )
 
-S = TypeVar("S", bound=msgspec.Struct)
+S = TypeVar("S", GatewaySettings, WorkerSettings)
 
 BACKLOG: Final = 2048
 _SEES_WORKERS = re.compile(rb"^forebay_workers(?:{[^}]*})? (\d+)", re.MULTILINE)
@@ -50,15 +51,15 @@ def run(settings: ServeSettings) -> int:
         listener = stack.enter_context(_listener(settings.host, settings.port))
         data = stack.enter_context(data_directory(settings.data_dir))
         if not settings.api_key:
-            settings = msgspec.structs.replace(settings, api_key=(data.api_key(),))
+            settings = replace(settings, api_key=(data.api_key(),))
         if not settings.admin_key:
-            settings = msgspec.structs.replace(settings, admin_key=data.admin_key())
+            settings = replace(settings, admin_key=data.admin_key())
         private = None
         if settings.redis_url:
             check_server(settings.redis_url, "--redis-url")
         else:
             private = stack.enter_context(embedded_redis(data))
-            settings = msgspec.structs.replace(settings, redis_url=private.url)
+            settings = replace(settings, redis_url=private.url)
         return asyncio.run(_House(settings, listener, private, data.lock).serve())
 
 
@@ -252,7 +253,7 @@ def _gateway_program(settings: ServeSettings, listener: socket.socket) -> Progra
     )
 
 
-def _worker_program(settings: ServeSettings, **more: object) -> Program:
+def _worker_program(settings: ServeSettings, **more: Any) -> Program:
     # It stops after the gateways: nobody is left whom a drain could serve.
     worker = _narrowed(settings, WorkerSettings, drain_timeout_s=0.0, **more)
     return Program(
@@ -276,11 +277,10 @@ def _embedding_program(settings: ServeSettings) -> Program:
     )
 
 
-def _narrowed(settings: ServeSettings, kind: type[S], **more: object) -> S:
+def _narrowed(settings: ServeSettings, kind: type[S], **more: Any) -> S:
     """The fields of `settings` that a child of this kind has too."""
-    names = {field.name for field in msgspec.structs.fields(kind)}
-    ours = {name: getattr(settings, name) for name in settings.__struct_fields__}
-    return kind(**{name: value for name, value in ours.items() if name in names} | more)
+    ours: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(kind)}
+    return kind(**ours | more)
 
 
 def _environment() -> dict[str, str]:

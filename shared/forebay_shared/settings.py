@@ -1,4 +1,4 @@
-"""Settings: one frozen struct per process; each field is a flag, a variable and a help text.
+"""Settings: one frozen dataclass per process; each field is a flag, a variable and a help text.
 
 A field `max_num_seqs` is `--max-num-seqs` and `FOREBAY_MAX_NUM_SEQS`; the flag wins.
 Secrets (`Secret`) are read from the environment or a flag and masked in every repr; a supervisor
@@ -6,9 +6,9 @@ hands them to its children through the environment only. A bad value stops the p
 that names the flag.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 
@@ -28,28 +28,33 @@ class Secret(str):
         return "Secret('***')" if self else "Secret('')"
 
 
-class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+_NONE = Secret("")
+_LOCAL_REDIS = Secret("redis://127.0.0.1:6379/0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
     """One gateway process."""
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on")] = 8000
     fd: Annotated[int, Meta(description="listen on this inherited socket instead")] = -1
-    redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = Secret(
-        "redis://127.0.0.1:6379/0"
+    redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = (
+        _LOCAL_REDIS
     )
     api_key: Annotated[
         tuple[Secret, ...], Meta(description="bearer key that clients must send; repeatable")
     ] = ()
     admin_key: Annotated[
         Secret, Meta(description="bearer key that rules /admin/v1: teams, keys and limits")
-    ] = Secret("")
+    ] = _NONE
     teams: Annotated[
         bool, Meta(description="never be open: without any configured key, ask for a team's")
     ] = False
     key_pepper: Annotated[
         Secret,
         Meta(description="secret that keys of teams are hashed with; default: one kept in Redis"),
-    ] = Secret("")
+    ] = _NONE
     trusted_proxy: Annotated[
         tuple[str, ...],
         Meta(description="address or network whose X-Forwarded-For is believed; repeatable"),
@@ -98,7 +103,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "info"
 
 
-class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
     """One worker process."""
 
     model: Annotated[
@@ -107,8 +113,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: Annotated[str, Meta(description="kind of engine: native, echo or a plug-in's name")] = (
         "native"
     )
-    redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = Secret(
-        "redis://127.0.0.1:6379/0"
+    redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = (
+        _LOCAL_REDIS
     )
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
@@ -176,8 +182,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "info"
 
 
-class ServeSettings(WorkerSettings, frozen=True, kw_only=True):
-    """The embedded default: Redis, gateways and a worker, or two, supervised as one."""
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(WorkerSettings, GatewaySettings):
+    """The embedded default: Redis, gateways and a worker, or two, supervised as one.
+
+    It has all that a gateway and a worker have; here stands what is its own, or other by default.
+    """
 
     embedding_model: Annotated[
         str,
@@ -186,34 +196,13 @@ class ServeSettings(WorkerSettings, frozen=True, kw_only=True):
     embedding_served_model_name: Annotated[
         tuple[str, ...], Meta(description="public name of the embedding model; repeatable")
     ] = ()
-
+    gateways: Annotated[int, Meta(ge=1, le=64, description="gateway processes")] = 1
     redis_url: Annotated[
         Secret, Meta(description="use this Redis; default: start a private one")
-    ] = Secret("")
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any")] = 8000
-    gateways: Annotated[int, Meta(ge=1, le=64, description="gateway processes")] = 1
-    api_key: Annotated[
-        tuple[Secret, ...], Meta(description="bearer key that clients must send; repeatable")
-    ] = ()
+    ] = _NONE
     admin_key: Annotated[
         Secret, Meta(description="bearer key that rules /admin/v1; default: one made for you")
-    ] = Secret("")
-    response_ttl_s: Annotated[
-        int, Meta(ge=0, description="seconds that a response is kept for later; 0: none is kept")
-    ] = 604_800
-    response_store_bytes: Annotated[
-        int, Meta(ge=65_536, description="bytes of kept responses per team; the oldest go first")
-    ] = 67_108_864
-    max_background_responses: Annotated[
-        int, Meta(ge=1, description="background responses at once, per process and per team")
-    ] = 64
-    tool_call_parser: Annotated[
-        str, Meta(description="form of the model's tool calls; auto: by its chat template")
-    ] = "auto"
-    reasoning_parser: Annotated[
-        str, Meta(description="form of the model's thinking, or none; auto: by its chat template")
-    ] = "auto"
+    ] = _NONE
     drain_timeout_s: Annotated[
         float, Meta(ge=0, description="after Ctrl-C or SIGTERM, seconds for open streams to finish")
     ] = 1.0

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 from forebay_gateway.auth import Keyring
+from forebay_gateway.teams.access import Standing
+from forebay_gateway.teams.toll import headers_of
 from forebay_shared.errors import AuthenticationError
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import MODEL, Api, exchange, request_bytes, running_api
@@ -140,6 +142,14 @@ def test_errors_carry_cors_headers_too_and_none_go_out_when_cors_is_off(api: Api
     with running_api() as plain:
         answer = plain.http.get("/v1/models", headers={"origin": ORIGIN})
         assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_a_page_may_read_what_says_how_much_is_left_and_when_to_come_again(api: Api) -> None:
+    answer = api.http.get("/v1/models", headers={"origin": ORIGIN})
+    exposed = answer.headers["access-control-expose-headers"].split(", ")
+    limited = headers_of(Standing(requests=(9, 8, 1.0), tokens=(9, 8, 1.0)))
+    assert {name.decode() for name, _ in limited} < set(exposed)
+    assert {"retry-after", "x-request-id", "request-id", "x-should-retry"} < set(exposed)
 
 
 @pytest.mark.parametrize("sent", ["abc-123", "x" * 128, "~!"])

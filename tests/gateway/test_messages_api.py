@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 import anthropic
 import httpx
 import pytest
+from forebay_gateway.api import answers
+from forebay_gateway.api.sse import EventStream
 from forebay_shared.errors import EngineError, NoWorkerError, OverloadedError
 from forebay_shared.models import CAP_GRAMMAR
 from gateway_fakes import ANSWER, MODEL, TEMPLATE, Api, Play, ScriptedBackend, running_api
@@ -238,6 +241,21 @@ def test_a_conversation_with_every_block_reads_as_the_template_writes_it(api: Ap
         "<|im_start|>tool\nError: no clock(toolu_2)<|im_end|>\n"
         "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_silent_stream_sends_pings(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "EventStream", partial(EventStream, keep_alive_s=0.01))
+    pause = [3]
+    api.backend.script = lambda job, index: Play(api.backend.answer, pause_at=pause)
+    body = {"model": MODEL, "max_tokens": 64, "messages": HI, "stream": True}
+    raw = b""
+    with api.http.stream("POST", "/v1/messages", json=body) as response:
+        for piece in response.iter_bytes():
+            raw += piece
+            if raw.count(b"event: ping") > 3:
+                pause.clear()
+    assert b": keep-alive" not in raw
+    assert check_message_stream(raw, model=MODEL)["stop_reason"] == "end_turn"
 
 
 def test_an_answer_that_is_begun_is_continued(api: Api) -> None:

@@ -6,8 +6,9 @@ from datetime import datetime
 
 import msgspec
 import pytest
+from forebay_gateway import prompt
 from forebay_gateway.prompt import INLINE_CHARS, MAX_RENDERERS, Renderer, Renderers, TemplateOptions
-from forebay_shared.errors import ContextLengthError, InvalidRequestError
+from forebay_shared.errors import BusError, ContextLengthError, InvalidRequestError
 from forebay_shared.models import ModelCard
 from gateway_fakes import (
     SPECIALS,
@@ -195,6 +196,36 @@ async def test_a_renderer_is_loaded_once_for_all_who_wait() -> None:
     found = await asyncio.gather(*[renderers.get(backend.card) for _ in range(5)])
     assert len(set(map(id, found))) == 1
     assert len(fetched) == 2
+
+
+async def test_a_renderer_is_prepared_once_its_files_are_there_and_a_broken_one_harms_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompt, "_PREPARE_AGAIN_S", 0.0)
+    backend = ScriptedBackend()
+    asked: list[str] = []
+
+    async def late(sha256: str) -> bytes:
+        asked.append(sha256)
+        if len(asked) < 3:
+            raise BusError("not yet")
+        return await backend.blob(sha256)
+
+    renderers = Renderers(late)
+    await renderers.prepare(backend.card)
+    count = len(asked)
+    await renderers.get(backend.card)
+    assert len(asked) == count == 4
+
+    async def broken(sha256: str) -> bytes:
+        return b"no tokenizer"
+
+    await Renderers(broken).prepare(backend.card)
+
+    async def never(sha256: str) -> bytes:
+        raise BusError("never")
+
+    await Renderers(never).prepare(backend.card)
 
 
 def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:

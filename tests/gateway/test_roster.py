@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from bus_house import job, run_job, workers
+from forebay_gateway.app import create_app
 from forebay_gateway.backend import Backend, connect
 from forebay_gateway.roster import LEASE_S, SETTLE_S, Roster
 from forebay_shared import keys
@@ -49,6 +50,27 @@ async def test_a_worker_joins_and_its_farewell_takes_it_out_at_once(
             assert loop.time() - stopped < LEASE_S / 2
             assert running[0].process.returncode == 0
             assert one.roster.find("echo") == card
+
+
+async def test_a_models_tokenizer_is_loaded_before_anybody_asks_for_it(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    settings = GatewaySettings(redis_url=Secret(redis_url))
+    async with backend(redis_url) as one:
+        fetched: list[str] = []
+        blob = one.store.blob
+
+        async def watched(sha256: str) -> bytes:
+            data = await blob(sha256)
+            fetched.append(sha256)
+            return data
+
+        one.store.blob = watched
+        create_app(settings, one)
+        with workers(redis_url, 1):
+            await wait_until(lambda: one.roster.ready)
+            card = one.roster.find("echo")
+            await wait_until(lambda: card.tokenizer in fetched)
 
 
 async def test_a_gateway_that_joins_knows_the_members_before_their_next_beacon(

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from forebay_gateway.api.sse import EventStream
+import pytest
+from forebay_gateway.api.sse import COMMENT, EventStream
 from litestar.types import Message
 
 
@@ -24,14 +25,15 @@ class Wire:
             await self.arrived.wait_for(lambda: len(self.bodies) >= count)
 
 
-async def test_a_silent_stream_gets_comments_until_it_ends() -> None:
+@pytest.mark.parametrize("sign", [COMMENT, b"event: ping\n\n"])
+async def test_a_silent_stream_gets_signs_of_life_until_it_ends(sign: bytes) -> None:
     wire = Wire()
-    async with EventStream(wire.send, keep_alive_s=0.01) as stream:
+    async with EventStream(wire.send, sign, keep_alive_s=0.01) as stream:
         await stream.write(b"data: 1\n\n")
         await wire.has(3)
         await stream.end(b"data: 2\n\n")
     assert wire.bodies[0] == b"data: 1\n\n"
-    assert set(wire.bodies[1:-1]) == {b": keep-alive\n\n"}
+    assert set(wire.bodies[1:-1]) == {sign}
     assert wire.bodies[-1] == b"data: 2\n\n"
     assert _open_timers() == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forebay_shared import flags
+from forebay_shared import flags, serve
 from forebay_shared.commands import GATEWAY, SERVE, WORKER, Command
 from forebay_shared.settings import (
     GatewaySettings,
@@ -64,6 +64,22 @@ def test_the_flags_that_people_know_from_vllm_mean_the_same() -> None:
         chat_template="t.jinja",
         kv_cache_memory_bytes=2 * 2**30,
     )
+
+
+def test_serve_takes_all_that_a_gateway_and_a_worker_take_and_hands_it_on() -> None:
+    names = {option.name for option in flags.options(ServeSettings)}
+    for kind in (GatewaySettings, WorkerSettings):
+        assert {option.name for option in flags.options(kind)} <= names
+    words = shlex.split(
+        "--max-concurrent-requests 7 --queue-timeout-s 3 --allowed-origins https://a "
+        "--trust-request-chat-template --max-num-seqs 5"
+    )
+    settings: Any = SERVE.parse(words, {})
+    gateway = serve._narrowed(settings, GatewaySettings, fd=5)
+    assert (gateway.max_concurrent_requests, gateway.queue_timeout_s, gateway.fd) == (7, 3.0, 5)
+    assert gateway.allowed_origins == ("https://a",)
+    assert gateway.trust_request_chat_template
+    assert serve._narrowed(settings, WorkerSettings).max_num_seqs == 5
 
 
 @pytest.mark.parametrize(

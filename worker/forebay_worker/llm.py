@@ -9,7 +9,7 @@ neither Redis nor HTTP.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from time import monotonic
 from typing import cast
@@ -206,7 +206,7 @@ class _Unrecorded:
 
 
 def _settings(model: str, settings: dict[str, object]) -> WorkerSettings:
-    unknown = settings.keys() - set(WorkerSettings.__struct_fields__)
+    unknown = settings.keys() - {each.name for each in fields(WorkerSettings)}
     if unknown:
         raise TypeError(f"LLM has no setting {min(unknown)!r}")
     unbounded = {"model": model, "max_num_queued_reqs": sys.maxsize}

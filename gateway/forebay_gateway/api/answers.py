@@ -34,7 +34,11 @@ raises, the answer fails."""
 
 
 class Writer(Protocol):
-    """One answer in a dialect's bytes. `running_usage`: every event wants the usage so far."""
+    """One answer in a dialect's bytes. `running_usage`: every event wants the usage so far.
+    `sign_of_life` is what a silent stream says."""
+
+    @property
+    def sign_of_life(self) -> bytes: ...
 
     @property
     def running_usage(self) -> bool: ...
@@ -118,7 +122,7 @@ class StreamedAnswer:
         self._early_s = early_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with EventStream(send) as stream:
+        async with EventStream(send, self._writer.sign_of_life) as stream:
             await self._run(stream, receive)
 
     async def _run(self, stream: EventStream, receive: Receive) -> None:

@@ -60,6 +60,20 @@ _ROUTES = {
 }
 _WITH_IDS = frozenset({"/v1/models", "/v1/responses"})
 """Paths that go on with the id of one thing."""
+_EXPOSED = ", ".join(
+    [
+        "x-request-id",
+        "request-id",
+        "retry-after",
+        "x-should-retry",
+        *(
+            f"x-ratelimit-{figure}-{what}"
+            for what in ("requests", "tokens")
+            for figure in ("limit", "remaining", "reset")
+        ),
+    ]
+).encode()
+"""Headers that a page from another origin may read."""
 _PREFLIGHT: Headers = [
     (b"access-control-allow-methods", b"GET, POST, PUT, DELETE, OPTIONS"),
     (b"access-control-max-age", b"600"),
@@ -187,7 +201,7 @@ class Edge:
             if origin is not None and origin in self._origins:
                 extra += [
                     (b"access-control-allow-origin", origin),
-                    (b"access-control-expose-headers", b"x-request-id, request-id, retry-after"),
+                    (b"access-control-expose-headers", _EXPOSED),
                 ]
         return extra
 

@@ -3,7 +3,7 @@
 `backend.Backend` is the real one, over Redis. It knows no implementation.
 """
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -58,6 +58,8 @@ class Models(Protocol):
     def cards(self) -> list[ModelCard]: ...
 
     def find(self, name: str) -> ModelCard: ...
+
+    def on_card(self, learner: Callable[[ModelCard], None]) -> None: ...
 
 
 class Blobs(Protocol):

@@ -15,7 +15,8 @@ from forebay_gateway.api.errors import Headers, envelope
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0
-_KEEP_ALIVE = b": keep-alive\n\n"
+COMMENT = b": keep-alive\n\n"
+"""What every parser skips: how a dialect without an event for it says that a stream lives."""
 
 _HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -28,18 +29,30 @@ class EventStream:
     """Writes one event stream. `started` says that the status is out and errors must be events.
 
     Use it as an async context manager. While it is open and nothing was written for `keep_alive_s`,
-    it writes a comment, which every parser skips.
+    it writes `sign`, which no client takes for an answer.
     """
 
-    __slots__ = ("_comment", "_keep_alive_s", "_loop", "_send", "_timer", "_written", "started")
+    __slots__ = (
+        "_keep_alive_s",
+        "_loop",
+        "_send",
+        "_sign",
+        "_signing",
+        "_timer",
+        "_written",
+        "started",
+    )
 
-    def __init__(self, send: Send, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(
+        self, send: Send, sign: bytes = COMMENT, keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
         self._send = send
+        self._sign = sign
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._written = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._comment: asyncio.Task[None] | None = None
+        self._signing: asyncio.Task[None] | None = None
         self.started = False
 
     async def __aenter__(self) -> Self:
@@ -69,20 +82,20 @@ class EventStream:
     def _check(self) -> None:
         """One timer for the whole stream: it looks when the last write will have been too long ago.
 
-        A client that does not read holds the comment back: there is one at a time.
+        A client that does not read holds the sign back: there is one at a time.
         """
         due = self._written + self._keep_alive_s
         if self._loop.time() >= due:
-            if self._comment is None or self._comment.done():
-                self._comment = self._loop.create_task(self.write(_KEEP_ALIVE), name="keep-alive")
+            if self._signing is None or self._signing.done():
+                self._signing = self._loop.create_task(self.write(self._sign), name="keep-alive")
             due = self._loop.time() + self._keep_alive_s
         self._timer = self._loop.call_at(due, self._check)
 
     def _quiet(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._comment is not None:
-            self._comment.cancel()
+        if self._signing is not None:
+            self._signing.cancel()
 
 
 def failure(error: ForebayError) -> bytes:

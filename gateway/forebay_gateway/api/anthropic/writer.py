@@ -21,6 +21,7 @@ class MessageWriter:
     """An `answers.Writer` of one message."""
 
     running_usage = False
+    sign_of_life = _PING
 
     def __init__(self, answer_id: str, model: str, *, shows_thinking: bool = True) -> None:
         self._head = b'{"id":%b,"type":"message","role":"assistant","model":%b' % (

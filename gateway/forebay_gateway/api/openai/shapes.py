@@ -108,6 +108,7 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True):
 class Shape(ABC):
     """What chat and text completions have in common: an `answers.Writer` of one answer."""
 
+    sign_of_life = sse.COMMENT
     chunk_object: ClassVar[str]
     whole_object: ClassVar[str]
 

@@ -19,6 +19,7 @@ from forebay_gateway.api.responses.shapes import (
     response_error,
     response_usage,
 )
+from forebay_gateway.api.sse import COMMENT
 from forebay_gateway.api.transcript import FinishReason, Update, Usage
 from forebay_gateway.parts import Collected
 
@@ -27,6 +28,7 @@ class ResponseWriter:
     """`response` is the response as it is now: the events of its life hold copies of it."""
 
     running_usage = False
+    sign_of_life = COMMENT
 
     def __init__(self, response: Response, logprobs: ChatLogprobs | None = None) -> None:
         self.response = response
