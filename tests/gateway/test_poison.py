@@ -65,8 +65,10 @@ class Ward:
         return answer.json()["choices"][0]["text"]
 
     def _engines(self) -> list[tuple[int, float]]:
+        """Without their own children: a trial of a constraint may end one, that is its purpose."""
         found = self.tiny.server.children("worker")
-        return sorted((each.pid, each.create_time()) for each in found)
+        pids = {each.pid for each in found}
+        return sorted((each.pid, each.create_time()) for each in found if each.ppid() not in pids)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ class CountingModel:
 
     num_blocks, block_size, token_budget = 8, 4, 64
     max_model_len, vocab_size = 32, 100
+    scores_prompts = False
 
     def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
         return [Sampled(row.sequence.token_ids[-1] + 1) if row.samples else None for row in rows]

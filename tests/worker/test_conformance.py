@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/dice-engine"
 
 
 def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
-    suite = [*("-p", "forebay_worker.conformance.plugin", "--pyargs", "forebay_worker.conformance")]
+    suite = ["--pyargs", "forebay_worker.conformance"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suite, *arguments],
         capture_output=True,
