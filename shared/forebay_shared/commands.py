@@ -90,6 +90,8 @@ _MODEL = (
     "device",
     "max_model_len",
     "chat_template",
+    "generation_config",
+    "override_generation_config",
     "load_format",
 )
 _ENGINE = (

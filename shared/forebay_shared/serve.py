@@ -274,6 +274,8 @@ def _embedding_program(settings: ServeSettings) -> Program:
         max_model_len=0,
         max_num_batched_tokens=0,
         chat_template="",
+        generation_config="auto",
+        override_generation_config="",
     )
 
 

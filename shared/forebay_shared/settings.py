@@ -162,6 +162,13 @@ class WorkerSettings:
     chat_template: Annotated[
         str, Meta(description="file with a Jinja chat template instead of the model's")
     ] = ""
+    generation_config: Annotated[
+        str,
+        Meta(description="defaults of sampling: auto, the model's; none; or a file or directory"),
+    ] = "auto"
+    override_generation_config: Annotated[
+        str, Meta(description='JSON of such defaults, over all others: {"temperature": 0.6}')
+    ] = ""
     echo_delay_ms: Annotated[
         float, Meta(ge=0, description="echo engine: time per step in milliseconds")
     ] = 0.0

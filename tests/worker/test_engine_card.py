@@ -73,6 +73,46 @@ def test_the_card_says_what_a_gateway_needs(directory: Path) -> None:
     assert all(content_hash(content) == name for name, content in blobs.items())
 
 
+def test_the_defaults_of_sampling_are_the_models_or_none_or_anothers_with_changes_on_top(
+    directory: Path, tmp_path: Path
+) -> None:
+    def defaults(config: str = "auto", changed: str = "") -> dict[str, float]:
+        card, _ = describe(directory, generation_config=config, override_generation_config=changed)
+        assert card.eos_token_ids == (7, 2)
+        return card.generation_defaults
+
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other / "generation_config.json", {"top_k": 5, "eos_token_id": 9, "unknown": []})
+    assert defaults() == {"temperature": 0.6, "max_tokens": 64}
+    assert defaults("none") == defaults("vllm") == {}
+    for path in (other, other / "generation_config.json"):
+        assert defaults(str(path)) == {"top_k": 5}
+    changes = '{"temperature": 0, "top_p": 0.5, "max_new_tokens": null}'
+    assert defaults(changed=changes) == {"temperature": 0, "top_p": 0.5}
+    assert defaults("none", '{"max_new_tokens": 7}') == {"max_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("generation_config", "/nowhere"),
+        ("generation_config", ""),
+        ("override_generation_config", "{"),
+        ("override_generation_config", "[]"),
+        ("override_generation_config", '{"temprature": 1}'),
+        ("override_generation_config", '{"temperature": 3}'),
+        ("override_generation_config", '{"temperature": "hot"}'),
+        ("override_generation_config", '{"eos_token_id": 1}'),
+    ],
+)
+def test_defaults_that_cannot_be_used_stop_the_start_and_name_the_flag(
+    directory: Path, flag: str, value: str
+) -> None:
+    with pytest.raises(StartError, match="--" + flag.replace("_", "-")):
+        describe(directory, **{flag: value})
+
+
 def test_names_given_by_the_settings_win(directory: Path) -> None:
     assert describe(directory, served_model_name=("gpt-x", "alias"))[0].names == ("gpt-x", "alias")
 

@@ -5,7 +5,6 @@ It reads JSON and the edges of weight files; it loads no tensor and knows no eng
 
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from forebay_shared.models import (
@@ -20,28 +19,22 @@ from forebay_shared.settings import WorkerSettings
 
 from forebay_worker.checkpoint import CheckpointError, public_name
 from forebay_worker.checkpoint.directory import weight_files
+from forebay_worker.engines.generation import (
+    FILE,
+    GenerationConfig,
+    OneOrMore,
+    generation_defaults,
+    read_json,
+)
 
 CAPABILITIES = frozenset({CAP_GENERATE, CAP_LOGPROBS, CAP_PENALTIES, CAP_LOGIT_BIAS})
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_T = TypeVar("_T")
-
-OneOrMore = int | list[int] | None
 
 
 class _Config(msgspec.Struct, frozen=True):
     model_type: str = ""
     bos_token_id: OneOrMore = None
     eos_token_id: OneOrMore = None
-
-
-class _Generation(msgspec.Struct, frozen=True):
-    eos_token_id: OneOrMore = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
@@ -70,9 +63,10 @@ class ModelFiles:
     def __init__(self, directory: Path, settings: WorkerSettings) -> None:
         self._directory = directory
         self._settings = settings
-        self._config = _read(directory / "config.json", _Config)
-        self._generation = _read(directory / "generation_config.json", _Generation)
-        self._tokenizer = _read(directory / "tokenizer_config.json", _Tokenizer)
+        self._config = read_json(directory / "config.json", _Config)
+        self._generation = read_json(directory / FILE, GenerationConfig)
+        self._tokenizer = read_json(directory / "tokenizer_config.json", _Tokenizer)
+        self._defaults = generation_defaults(self._generation, settings)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -93,16 +87,6 @@ class ModelFiles:
             for name, token in tokens.items()
             if token is not None
         }
-
-    @property
-    def generation_defaults(self) -> dict[str, int | float]:
-        """Sampling values that the model's makers advise, by the names of SamplingParams."""
-        values = {
-            "max_tokens" if name == "max_new_tokens" else name: getattr(self._generation, name)
-            for name in self._generation.__struct_fields__
-            if name != "eos_token_id"
-        }
-        return {name: value for name, value in values.items() if value is not None}
 
     def tokenizer(self) -> bytes:
         return (self._directory / "tokenizer.json").read_bytes()
@@ -153,18 +137,10 @@ class ModelFiles:
             bos_token_id=next(iter(_listed(self._config.bos_token_id)), None),
             chat_template=None if template is None else content_hash(template.encode()),
             template_tokens=self.template_tokens,
-            generation_defaults=dict(self.generation_defaults),
+            generation_defaults=dict(self._defaults),
             capabilities=CAPABILITIES,
         )
         return card, blobs
-
-
-def _read(path: Path, kind: type[_T]) -> _T:
-    """A JSON file's known fields; their defaults when there is no such file."""
-    try:
-        return msgspec.json.decode(path.read_bytes() if path.is_file() else b"{}", type=kind)
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"model file {path} cannot be used: {error}") from error
 
 
 def _text(path: Path) -> str:
