@@ -108,6 +108,7 @@ def create_app(
         allowed_origins=settings.allowed_origins,
         trusted_proxies=settings.trusted_proxy,
         tracing=tracing,
+        draining=draining,
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 from forebay_shared.books import Outcome
 from forebay_shared.errors import (
     DeadlineError,
+    DrainingError,
     ForebayError,
     OverloadedError,
     WorkerLostError,
@@ -39,6 +40,11 @@ log = logging.getLogger(__name__)
 E = TypeVar("E")
 
 MAX_ATTEMPTS = 3
+"""So many may fail or lose their worker: what ends one worker after the other must stop there."""
+MAX_PLACEMENTS = 16
+"""Attempts of any kind. Being handed over, or a loss on the bus, is not the request's doing and
+does not count above: a long answer may outlive a rolling restart of many workers."""
+BLAMELESS: frozenset[ResubmitReason] = frozenset({"drained", "bus_reset"})
 OVERDUE_S = 5.0
 """Past the queue's own deadline, which the engine watches, by so much."""
 
@@ -111,6 +117,7 @@ class Attempts(ABC, Generic[E]):
         self.request_id = request_id
         self.card = card
         self._attempts = 0
+        self._strikes = 0
         self._tried: set[str] = set()
         self._error: ForebayError | None = None
         self.placement: Placement | None = None
@@ -184,7 +191,7 @@ class Attempts(ABC, Generic[E]):
 
     async def _place(self) -> Placement:
         """Makes the next attempt: picks a worker, opens the box, then publishes."""
-        if self._attempts >= MAX_ATTEMPTS:
+        if self._strikes >= MAX_ATTEMPTS or self._attempts >= MAX_PLACEMENTS:
             raise self._error or WorkerLostError(_LOST, retry_after_s=1.0)
         choice = await self.dispatcher.choose(self.card, self.prompt(), self._tried, self._error)
         self._attempts += 1
@@ -221,13 +228,14 @@ class Attempts(ABC, Generic[E]):
             if not failed.retryable or self._full(error):
                 raise error
             self._error = error
-            reason = "failed"
+            reason = "drained" if isinstance(error, DrainingError) else "failed"
         elif reason is not None:
             self._error = WorkerLostError(_LOST, retry_after_s=1.0)
             if reason != "bus_reset":
                 self._tried.add(placement.worker)
         if reason is None:
             return False
+        self._strikes += reason not in BLAMELESS
         log.info("request %s attempt %d: %s", self.request_id, placement.attempt, reason)
         self.dispatcher.metrics.resubmitted(reason)
         self._leave()

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from forebay_gateway.digests import Digests
 from forebay_gateway.dispatch import Dispatcher
 from forebay_gateway.inbox import Inbox
+from forebay_gateway.janitor import Janitor
 from forebay_gateway.prefix_index import PrefixIndex
 from forebay_gateway.roster import Roster
 from forebay_gateway.routing import Routing
@@ -62,6 +63,7 @@ class Backend:
         self.digests = Digests(
             self.index, self.roster, self.telemetry, self.dispatcher.ask_for_snapshot
         )
+        self.janitor = Janitor(self.publisher, self.gateway, self.telemetry)
         self.digest_reader = Reader(settings.redis_url, [self.digests.feed()])
 
     @property
@@ -82,14 +84,12 @@ class Backend:
         return render(snapshots)
 
     async def _others(self) -> list[tuple[dict[str, str], bytes]]:
-        """Snapshots of the other live processes. A gateway whose snapshot is gone is dead."""
+        """Snapshots of the other live processes."""
         members = cast(list[bytes], await self.publisher.call("SMEMBERS", keys.gateways()))
         names = {member.decode() for member in members} - {self.gateway}
         snapshots: list[tuple[dict[str, str], bytes]] = []
         for name, data in await self._fetch(sorted(names)):
-            if data is None:
-                self.publisher.call("SREM", keys.gateways(), name)
-            else:
+            if data is not None:
                 snapshots.append(({"gateway": name}, data))
         workers = await self._fetch(self.roster.workers)
         return snapshots + [({}, data) for _, data in workers if data is not None]
@@ -160,6 +160,7 @@ async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
             reading.start("digests", backend.digests.run())
             reading.start("upkeep", backend.upkeep())
             reading.start("teams", backend.teams.sync.run())
+            reading.start("janitor", backend.janitor.run())
             reading.start("books", backend.teams.bookkeeper.run())
             backend.supervisors = (publishing, reading, backend.tasks)
             async with backend.tasks:

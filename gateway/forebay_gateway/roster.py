@@ -36,8 +36,6 @@ SLOW_STEP_S = 10.0
 """A worker whose engine has not come round for this long is taken last."""
 SETTLE_S = 0.03
 """A report that comes so soon after an Accepted was sent before it."""
-HUNG_STEP_S = 600.0
-"""A worker whose engine has not come round for this long is lost."""
 
 _decode_card = msgspec.msgpack.Decoder(ModelCard).decode
 _decode_beacon = msgspec.msgpack.Decoder(Beacon).decode
@@ -224,17 +222,12 @@ class Roster:
             self._join()
         for worker in list(self._workers.values()):
             if reader.heard_at - max(worker.seen_at, reader.steady_since) > LEASE_S:
-                self._publisher.call("HDEL", keys.members(), worker.name)
                 self._lose(worker.name, "lapsed")
-            elif worker.load.step_age_s > HUNG_STEP_S:
-                self._lose(worker.name, "hangs")
         self._drop_old_cards()
 
     def _take(self, beacon: Beacon) -> None:
         worker = self._workers.get(beacon.worker)
         if worker is None:
-            if beacon.load.step_age_s > HUNG_STEP_S:
-                return
             worker = self._workers[beacon.worker] = Worker(beacon.worker, self._free_number())
             log.info("worker %s joined", beacon.worker)
         was_open, was_slow = worker.open, worker.slow

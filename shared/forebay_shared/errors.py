@@ -21,6 +21,7 @@
     ├── OverloadedError            503  overloaded                 retryable
     │   ├── NoWorkerError          503  no_worker                  retryable
     │   ├── WorkerLostError        503  worker_lost                retryable
+    │   │   └── DrainingError      503  worker_draining            retryable
     │   └── BusError               503  bus_unavailable            retryable
     └── DeadlineError              504  deadline_exceeded
 
@@ -153,6 +154,10 @@ class NoWorkerError(OverloadedError):
 
 class WorkerLostError(OverloadedError):
     code = "worker_lost"
+
+
+class DrainingError(WorkerLostError):
+    code = "worker_draining"
 
 
 class BusError(OverloadedError):

@@ -2,13 +2,14 @@
 
 Keys grow with processes (and with teams), never with requests. All keys of one process share a hash
 tag, so that they sit in one slot of a Redis Cluster. A stream expires on its own when its owner
-stops renewing it, so a dead incarnation leaves nothing behind and needs no cleaner.
+stops renewing it; what a dead incarnation left is cleared sooner, by one gateway (`janitor.py`).
 """
 
 import secrets
 
-LEASE_MS = 3_000
-"""A process that has not renewed its lease for this long is dead."""
+LEASE_MS = 2_500
+"""A process that has not renewed its lease for this long is dead: known to all within 3 s, with the
+time to look."""
 RENEW_S = 1.0
 STREAM_TTL_MS = 60_000
 """Streams and cards of a dead incarnation vanish after this."""
@@ -64,8 +65,13 @@ def digests() -> str:
 
 
 def gateways() -> str:
-    """Set: gateway incarnations that publish metrics; who finds one's metrics gone removes it."""
+    """Set: gateway incarnations."""
     return "fb:{roster}:gateways"
+
+
+def janitor_lease() -> str:
+    """String: the gateway that clears away, for now, what dead incarnations left."""
+    return "fb:{roster}:janitor"
 
 
 def members() -> str:

@@ -6,9 +6,10 @@ nothing is ever raised: a poisoned entry must not stop a reader. It knows no Red
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
 
 from forebay_shared.wire import (
     WIRE_VERSION,
@@ -26,6 +27,9 @@ from forebay_shared.wire import (
 
 M = TypeVar("M")
 
+MAX_NAME = 256
+"""Characters of a request's or a gateway's name that are believed."""
+
 _UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 
 
@@ -39,6 +43,15 @@ class Packet(Protocol[M]):
 
     @property
     def messages(self) -> list[M]: ...
+
+
+class Unread(NamedTuple):
+    """A message that cannot be read, and whose it seems to be: "" and 0 where not even that can be
+    told."""
+
+    request_id: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    attempt: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    gateway: Annotated[str, Meta(max_length=MAX_NAME)] = ""
 
 
 class _Loose(msgspec.Struct, array_like=True):
@@ -81,6 +94,40 @@ class Codec(Generic[M]):
             except _UNREADABLE:
                 continue
         return messages, len(raws) - len(messages)
+
+    def unread(self, data: bytes) -> list[Unread]:
+        """What can be told of the messages that `decode` could not read."""
+        try:
+            raws = self._loose(data).messages
+        except _UNREADABLE:
+            return [Unread()]
+        return [_told(raw) for raw in raws if not self._reads(raw)]
+
+    def _reads(self, raw: msgspec.Raw) -> bool:
+        try:
+            self._single(raw)
+        except _UNREADABLE:
+            return False
+        return True
+
+
+def _told(raw: msgspec.Raw) -> Unread:
+    """Whose message it is, in either of the two forms that messages have."""
+    try:
+        value = msgspec.msgpack.decode(raw)
+    except _UNREADABLE:
+        return Unread()
+    if isinstance(value, dict):
+        fields = cast(dict[Any, Any], value)
+        told = [fields.get("request_id"), fields.get("attempt"), fields.get("gateway")]
+    elif isinstance(value, list):
+        told = [*cast(list[Any], value)[1:3], ""]
+    else:
+        return Unread()
+    try:
+        return msgspec.convert(told, Unread)
+    except msgspec.ValidationError:
+        return Unread()
 
 
 WORK: Codec[Work] = Codec(WorkPacket, Work)

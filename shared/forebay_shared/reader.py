@@ -30,11 +30,11 @@ from forebay_shared.link import (
     Value,
     field,
 )
-from forebay_shared.packets import Codec
+from forebay_shared.packets import Codec, Unread
 
 log = logging.getLogger(__name__)
 
-BLOCK_MS = 500
+BLOCK_MS = 250
 READ_COUNT = 256
 TRIM_EVERY = 512
 """Entries read between two upkeeps, at most."""
@@ -51,7 +51,7 @@ class Feed(Generic[M]):
     The owner of a stream (`owned`) creates, renews and trims it, and reads from its beginning;
     others begin with what is added after they joined. `reset` is called when the stream was found
     gone or rolled back, so that messages may have been lost; reading goes on from its new
-    beginning.
+    beginning. `unread` is told once of each message that could not be read.
     """
 
     key: str
@@ -59,6 +59,7 @@ class Feed(Generic[M]):
     handle: Callable[[list[M]], None]
     owned: bool
     reset: Callable[[], None]
+    unread: Callable[[Unread], None] = lambda _: None
 
 
 class Reader:
@@ -124,14 +125,22 @@ class Reader:
         cursor.untrimmed += 1
         data = field(fields or [], PACKET_FIELD)
         messages, bad = cursor.feed.codec.decode(data) if isinstance(data, bytes) else ([], 1)
-        if bad:
-            self.bad_messages += bad
-            log.warning("dropped %d unreadable messages of one packet", bad)
         try:
+            if bad:
+                self._bury(cursor, data)
             cursor.feed.handle(messages)
         except Exception:
             self.bad_messages += len(messages)
             log.exception("dropped a packet that its handler failed on")
+
+    def _bury(self, cursor: "_Cursor", data: Value) -> None:
+        """Counts, names and drops what cannot be read: it is never looked at again."""
+        codec = cursor.feed.codec
+        unread = codec.unread(data) if isinstance(data, bytes) else [Unread()]
+        self.bad_messages += len(unread)
+        for one in unread:
+            log.warning("dropped an unreadable message of request %r", one.request_id)
+            cursor.feed.unread(one)
 
     async def _upkeep(self) -> None:
         """Renews and trims the owned streams, and looks whether any stream went back in time."""

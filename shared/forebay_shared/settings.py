@@ -178,8 +178,13 @@ class WorkerSettings:
     echo_cache_blocks: Annotated[
         int, Meta(ge=0, description="echo engine: blocks of its prefix cache; 0: none")
     ] = 0
+    step_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="an engine whose step takes longer hangs: its worker ends"),
+    ] = 300.0
     drain_timeout_s: Annotated[
-        float, Meta(ge=0, description="after SIGTERM, seconds for running sequences to finish")
+        float,
+        Meta(ge=0, description="after SIGTERM, seconds for running sequences to finish here"),
     ] = 30.0
     otlp_traces_endpoint: Annotated[
         str, Meta(description="send traces to this OpenTelemetry collector, as http://host:4318")

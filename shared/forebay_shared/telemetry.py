@@ -39,7 +39,7 @@ ROUTES = (
 DropReason = Literal["unknown", "fenced", "duplicate", "bad"]
 PickReason = Literal["only", "prefix", "load", "spread"]
 PICK_REASONS: tuple[PickReason, ...] = ("only", "prefix", "load", "spread")
-ResubmitReason = Literal["worker_lost", "not_accepted", "gap", "bus_reset", "failed"]
+ResubmitReason = Literal["worker_lost", "not_accepted", "gap", "bus_reset", "failed", "drained"]
 
 
 class EngineMetrics:
@@ -181,6 +181,36 @@ class EngineMetrics:
         self._max_tokens.observe(max_tokens)
 
 
+class WorkerMetrics:
+    """A worker as a process: what befell it, beside what its engine does."""
+
+    def __init__(self, registry: CollectorRegistry, *, engine: str) -> None:
+        self.registry = registry
+        self._engine = engine
+        self.dead_letters = self._counter(
+            "dead_letters", "Messages that could not be read or taken, each dropped once."
+        )
+        self.leases_lost = self._counter(
+            "leases_lost", "Times that the worker found itself taken for dead."
+        )
+        self.fenced = self._counter(
+            "fenced_requests", "Requests dropped then, since others do their work."
+        )
+        self.handed_over = self._counter(
+            "handed_over_requests", "Requests given back to their gateways on leaving."
+        )
+        self.step_age = Gauge(
+            "forebay_step_age_seconds",
+            "Since the engine's loop last came round, while there is work.",
+            ["engine"],
+            registry=registry,
+        ).labels(engine=engine)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        family = Counter(f"forebay_{name}", text, ["engine"], registry=self.registry)
+        return family.labels(engine=self._engine)
+
+
 class _Histogram(Collector):
     """A histogram that one thread fills and others may read.
 
@@ -315,6 +345,11 @@ class GatewayMetrics:
         )
         self.digest_gaps = Counter(
             "forebay_digest_gaps", "Times that a worker's digests were missed.", registry=registry
+        )
+        self.strays_cleared = Counter(
+            "forebay_strays_cleared",
+            "Dead processes whose keys this gateway cleared away.",
+            registry=registry,
         )
         self._resubmitted = Counter(
             "forebay_resubmitted", "Attempts after a job's first.", ["reason"], registry=registry

@@ -223,4 +223,4 @@ async def test_one_scrape_shows_every_live_process_and_forgets_dead_ones(
                 assert f'forebay_workers{{gateway="{gateway}"}}' in text
             assert f'engine="{one.roster.workers[0]}",model_name="echo"' in text
             assert text.count("# TYPE forebay_workers gauge") == 1
-            await wait_until(lambda: not client.sismember(keys.gateways(), "dead"))
+            await wait_until(lambda: not client.sismember(keys.gateways(), "dead"), 30)

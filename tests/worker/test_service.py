@@ -2,19 +2,22 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
-from forebay_shared.errors import EngineError
+from forebay_shared.errors import DrainingError, EngineError
 from forebay_shared.models import ModelCard
 from forebay_shared.packets import REPLY, WORK
 from forebay_shared.reader import Feed, Reader
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import Secret, WorkerSettings
 from forebay_shared.supervise import Supervisor
+from forebay_shared.telemetry import WorkerMetrics
 from forebay_shared.wire import (
     Accepted,
     Cancel,
@@ -31,6 +34,8 @@ from forebay_worker import main, service
 from forebay_worker.engines.base import Emit, Recorder
 from forebay_worker.engines.echo import EchoEngine
 from forebay_worker.service import Service
+from forebay_worker.watchdog import LEASE_S, LOOK_S, Watchdog
+from prometheus_client import CollectorRegistry
 from redis_house import RedisServer, WaitUntil
 
 
@@ -78,7 +83,8 @@ class House:
     def __init__(self, url: str) -> None:
         self.engine = PlayedEngine()
         self.publisher = Publisher(url, patience_s=1.0)
-        self.service = Service("w", self.engine, self.publisher)
+        self.metrics = WorkerMetrics(CollectorRegistry(), engine="w")
+        self.service = Service("w", self.engine, self.publisher, self.metrics)
         self.packets: list[list[Reply]] = []
         self.readers = [
             Reader(url, [self.service.feed()]),
@@ -91,6 +97,14 @@ class House:
     @property
     def replies(self) -> list[Reply]:
         return [reply for packet in self.packets for reply in packet]
+
+    @property
+    def failures(self) -> list[Failed]:
+        return [reply for reply in self.replies if isinstance(reply, Failed)]
+
+    def count(self, name: str) -> float:
+        registry = self.metrics.registry
+        return registry.get_sample_value(f"forebay_{name}_total", {"engine": "w"}) or 0.0
 
     def emit(self, replies: Sequence[Reply], gateway: str = "g") -> None:
         """As an engine's thread would."""
@@ -227,3 +241,96 @@ async def test_a_dead_engine_ends_the_process(redis_url: str) -> None:
     engine.healthy = False
     with pytest.raises(EngineError):
         await main.serve(settings, engine, stop=asyncio.Event())
+
+
+async def test_what_cannot_be_read_or_taken_ends_its_own_request_once(
+    redis_url: str, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(redis_url, wait_until) as one:
+
+        def stumble(submit: Submit) -> None:
+            raise RuntimeError("poison")
+
+        monkeypatch.setattr(one.engine, "submit", stumble)
+        foreign = {"type": "submit", "request_id": "odd", "attempt": 2, "gateway": "g", "prompt": 7}
+        nameless = {"type": "submit", "prompt": b""}
+        sound = msgspec.to_builtins(_submit("poison"), builtin_types=(bytes,))
+        packet = msgspec.msgpack.encode([1, "g", [foreign, nameless, sound]])
+        await one.publisher.publish(keys.work("w"), packet, keys.WORK_MAXLEN)
+        await one.publisher.publish(keys.work("w"), b"\xc1 no packet", keys.WORK_MAXLEN)
+        await wait_until(lambda: one.count("dead_letters") == 4)
+        await wait_until(lambda: len(one.failures) == 2)
+        assert {(f.request_id, f.attempt, f.retryable) for f in one.failures} == {
+            ("odd", 2, False),
+            ("poison", 1, False),
+        }
+        assert one.service.open_requests == 0
+
+
+async def test_a_lost_work_stream_drops_what_was_asked_before_and_nothing_after(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    async with house(redis_url, wait_until) as one:
+        await one.ask(_submit("before"))
+        await wait_until(lambda: one.service.open_requests == 1)
+        await one.publisher.call("DEL", keys.work("w"))
+        await wait_until(lambda: one.engine.lost_gateways == ["g"])
+        assert one.count("fenced_requests") == 1
+        one.emit([Done("before", 1, 0, "abort", None, Usage())])
+        await one.ask(_submit("after"))
+        await wait_until(lambda: len(one.engine.submits) == 2)
+        assert one.engine.lost_gateways == ["g"]
+
+
+async def test_who_leaves_takes_nothing_and_gives_back_what_runs_behind_its_last_token(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    async with house(redis_url, wait_until) as one:
+        await one.ask(_submit("runs"))
+        await wait_until(lambda: one.service.open_requests == 1)
+        one.service.refuse(DrainingError("bye"))
+        await one.ask(_submit("late"))
+        await wait_until(lambda: len(one.failures) == 1)
+        one.service.emit([("g", Delta("runs", 1, 0, 0, [1, 2]))])
+        assert one.service.give_back() == 1
+        assert await one.service.drained(5)
+        await wait_until(lambda: len(one.failures) == 2)
+        assert [submit.request_id for submit in one.engine.submits] == ["runs"]
+        assert all(f.code == "worker_draining" and f.retryable for f in one.failures)
+        assert one.replies.index(Delta("runs", 1, 0, 0, [1, 2])) < one.replies.index(
+            one.failures[-1]
+        )
+
+
+class Hanging(PlayedEngine):
+    """Its step began long ago."""
+
+    age_s = 0.0
+
+    def load(self) -> Load:
+        return Load(step_age_s=self.age_s)
+
+
+async def test_a_step_may_be_long_but_one_that_hangs_ends_the_worker(redis_url: str) -> None:
+    engine = Hanging()
+    settings = WorkerSettings(engine="echo", redis_url=Secret(redis_url), step_timeout_s=5.0)
+    engine.age_s = 4.9
+    serving = asyncio.create_task(main.serve(settings, engine, stop=asyncio.Event()))
+    await asyncio.wait({serving}, timeout=2 * LOOK_S)
+    assert not serving.done()
+    engine.age_s = 5.1
+    with pytest.raises(EngineError, match="hangs"):
+        await serving
+
+
+async def test_a_worker_that_stood_still_finds_that_it_lost_its_lease(
+    wait_until: WaitUntil,
+) -> None:
+    fenced: list[str] = []
+    metrics = WorkerMetrics(CollectorRegistry(), engine="w")
+    watchdog = Watchdog(PlayedEngine(), metrics, 60.0, lambda: fenced.append("w"))
+    async with Supervisor("test") as tasks:
+        tasks.start("watchdog", watchdog.run())
+        await asyncio.sleep(0)
+        time.sleep(LEASE_S + 0.1)  # noqa: ASYNC251 - the process itself stands still
+        await wait_until(lambda: fenced == ["w"])

@@ -23,7 +23,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Presence:
-    """One worker incarnation in the roster. Set `draining` to get nothing new."""
+    """One worker incarnation in the roster."""
 
     def __init__(
         self,
@@ -44,6 +44,11 @@ class Presence:
             name: zlib.compress(content, level=6) for name, content in engine.blobs.items()
         }
         self.draining = False
+
+    def retire(self) -> None:
+        """Asks for nothing new, at once."""
+        self.draining = True
+        self.renew()
 
     async def run(self) -> None:
         """Renews everything each keys.RENEW_S."""

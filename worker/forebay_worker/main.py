@@ -5,18 +5,21 @@ left to the command line, which prints its one line.
 """
 
 import asyncio
+import faulthandler
 import logging
 import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvloop
 from forebay_shared import collector, keys
 from forebay_shared.bus import Publisher
+from forebay_shared.errors import DrainingError, WorkerLostError
 from forebay_shared.logs import configure_logging
 from forebay_shared.reader import Reader
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.supervise import Supervisor, shielded
-from forebay_shared.telemetry import EngineMetrics
+from forebay_shared.telemetry import EngineMetrics, WorkerMetrics
 from forebay_shared.tracing import opened
 from prometheus_client import CollectorRegistry
 
@@ -25,6 +28,7 @@ from forebay_worker.digest import Digests
 from forebay_worker.engines.base import Engine
 from forebay_worker.engines.registry import build
 from forebay_worker.service import Service
+from forebay_worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from forebay_shared.tracing.spans import Tracing
@@ -45,7 +49,7 @@ def run(settings: WorkerSettings) -> int:
             opened(settings.otlp_traces_endpoint, "forebay-worker") as tracing,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            runner.run(serve(settings, engine, tracing=tracing))
+            runner.run(serve(settings, engine, tracing=tracing, alarm=_end_unless_called))
     except Exception:
         log.exception("the worker failed")
         return 1
@@ -58,8 +62,10 @@ async def serve(
     *,
     stop: asyncio.Event | None = None,
     tracing: "Tracing | None" = None,
+    alarm: Callable[[float], None] = lambda _: None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT or `stop`, then drains. Raises what a failed task raised."""
+    """Serves until SIGTERM, SIGINT or `stop`, then drains. Raises what a failed task raised. For
+    `alarm` see `Watchdog`."""
     stop = stop or _stop_on_signals()
     worker = keys.incarnation()
     card = engine.card
@@ -75,7 +81,9 @@ async def serve(
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
     publisher = Publisher(settings.redis_url)
-    service = Service(worker, engine, publisher, tracing)
+    mishaps = WorkerMetrics(metrics.registry, engine=worker)
+    service = Service(worker, engine, publisher, mishaps, tracing)
+    watchdog = Watchdog(engine, mishaps, settings.step_timeout_s, service.fence, alarm)
     digests = Digests(worker, engine, publisher)
     service.on_sync = digests.sync
     presence = Presence(worker, engine, publisher, metrics, digests)
@@ -86,6 +94,7 @@ async def serve(
         try:
             tasks.start("reader", reader.run())
             tasks.start("watch", service.watch())
+            tasks.start("watchdog", watchdog.run())
             tasks.start("beacon", presence.run())
             log.info("worker %s serves %s", worker, card.name)
             await _stopped(stop, tasks)
@@ -93,6 +102,12 @@ async def serve(
         finally:
             await shielded(_leave(engine, service, presence), ENGINE_STOP_S + FAREWELL_S)
     log.info("worker %s stopped", worker)
+
+
+def _end_unless_called(timeout_s: float) -> None:
+    """Ends the process with a 1, and the stacks of its threads on stderr, so much later: from a
+    thread that needs no lock of the interpreter. A later call takes the place of an earlier one."""
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -123,15 +138,21 @@ async def _stopped(stop: asyncio.Event, tasks: Supervisor) -> None:
 
 
 async def _drain(timeout_s: float, service: Service, presence: Presence) -> None:
-    presence.draining = True
-    presence.renew()
+    """Finishes what it can in the time; the rest goes back to its gateways."""
+    service.refuse(DrainingError("The worker is being stopped. Please retry."))
+    presence.retire()
     log.info("draining %d requests", service.open_requests)
     if not await service.drained(timeout_s):
-        log.warning("gave up %d requests that still run", service.open_requests)
+        log.warning("handed over %d requests that still ran", service.give_back())
 
 
 async def _leave(engine: Engine, service: Service, presence: Presence) -> None:
-    """Ends the engine, sends what it still says, then the farewell."""
+    """Gives back what is still open, which is nothing after a drain; ends the engine, sends what is
+    still to be said, then the farewell."""
+    if not presence.draining:
+        service.refuse(WorkerLostError("The worker was lost. Please retry."))
+        presence.retire()
+        service.give_back()
     await asyncio.to_thread(engine.stop, ENGINE_STOP_S)
     await service.flushed(FAREWELL_S / 2)
     await presence.farewell()

@@ -1,8 +1,8 @@
 """Between the bus and the engine: work in, one packed entry per gateway and step out.
 
 It drops duplicates, answers Accepted itself (the engine may be in a long step), keeps what it
-cannot send while Redis is away up to a bound, and aborts what nobody waits for any more. It knows
-neither how an engine works nor what a request means.
+cannot send while Redis is away up to a bound, aborts what nobody waits for any more, and gives back
+what it cannot finish. It knows neither how an engine works nor what a request means.
 """
 
 import asyncio
@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
-from forebay_shared.errors import BusError, EngineError, UnsupportedError
+from forebay_shared.errors import (
+    BusError,
+    EngineError,
+    ForebayError,
+    UnsupportedError,
+)
 from forebay_shared.lane import Lane
 from forebay_shared.link import Value
 from forebay_shared.merge import merge
-from forebay_shared.packets import REPLY, WORK
+from forebay_shared.packets import REPLY, WORK, Unread
 from forebay_shared.reader import Feed
+from forebay_shared.telemetry import WorkerMetrics
 from forebay_shared.wire import (
     Accepted,
     Cancel,
@@ -48,9 +54,6 @@ LANE_LIMIT = 65_536
 ACCEPT_DELAY_S = 0.005
 """So long an Accepted waits for a first step to travel with: one packet instead of two."""
 GONE_S = keys.LEASE_MS / 1000
-HUNG_STEP_S = 600.0
-"""An engine whose thread has not come round for this long hangs; a long prefill of a large model on
-few cores takes minutes."""
 _POLL_S = 0.05
 
 RequestKey = tuple[str, int]
@@ -64,11 +67,15 @@ class Service:
         worker: str,
         engine: Engine,
         publisher: Publisher,
+        metrics: WorkerMetrics,
         tracing: "Tracing | None" = None,
     ) -> None:
         self._worker = worker
         self._engine = engine
         self._publisher = publisher
+        self._metrics = metrics
+        self._leaving: ForebayError | None = None
+        """Why nothing more is taken in."""
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[str, Lane[Reply]] = {}
         self._open: defaultdict[str, dict[RequestKey, int]] = defaultdict(dict)
@@ -87,8 +94,19 @@ class Service:
         """Called when a gateway asks for a snapshot of the prefix cache."""
 
     def feed(self) -> Feed[Work]:
-        """The work stream, for the worker's reader. Gateways send again what a lost one held."""
-        return Feed(keys.work(self._worker), WORK, self.receive, owned=True, reset=lambda: None)
+        """The work stream, for the worker's reader.
+
+        When it is lost, cancels may be lost with it, and the gateways may have taken this worker
+        for dead: what was asked before is dropped, and they send again what they still want.
+        """
+        return Feed(
+            keys.work(self._worker),
+            WORK,
+            self.receive,
+            owned=True,
+            reset=self.fence,
+            unread=self._unread,
+        )
 
     @property
     def open_requests(self) -> int:
@@ -97,12 +115,18 @@ class Service:
     def receive(self, messages: Sequence[Work]) -> None:
         """Takes the messages of one packet, in order."""
         for message in messages:
-            if isinstance(message, Cancel):
-                self._engine.cancel(message.request_id, message.attempt, message.index)
-            elif isinstance(message, Sync):
-                self.on_sync()
-            else:
-                self._submit(message)
+            try:
+                self._receive(message)
+            except Exception:
+                self._broke(message)
+
+    def _receive(self, message: Work) -> None:
+        if isinstance(message, Cancel):
+            self._engine.cancel(message.request_id, message.attempt, message.index)
+        elif isinstance(message, Sync):
+            self.on_sync()
+        else:
+            self._submit(message)
 
     def emit(self, events: Sequence[tuple[str, Reply]]) -> None:
         """Takes one step's events from the engine's thread. Fast steps share a packet."""
@@ -112,14 +136,8 @@ class Service:
             self._loop.call_soon_threadsafe(self._collect)
 
     async def watch(self) -> None:
-        """Looks after the engine and the leases of the gateways that have requests here.
-
-        Raises EngineError when the engine has given up or hangs: the process must end then, so that
-        its requests go elsewhere and somebody starts it again.
-        """
+        """Looks after the leases of the gateways that have requests here."""
         while True:
-            if not self._engine.healthy or self._engine.load().step_age_s > HUNG_STEP_S:
-                raise EngineError("The engine has stopped.")
             for gateway, lane in list(self._lanes.items()):
                 if self._open[gateway] or not lane.idle or self._metering.watches(gateway):
                     self._check_lease(gateway)
@@ -127,6 +145,29 @@ class Service:
                     self._forget(gateway)
             self._metering.forget_old()
             await asyncio.sleep(keys.RENEW_S)
+
+    def fence(self) -> None:
+        """Drops every request: gateways took this worker for dead. An attempt that one of them
+        still waits for ends as aborted, and it makes another."""
+        if self.open_requests:
+            log.warning("dropped %d requests of gateways that gave them up", self.open_requests)
+        self._metrics.leases_lost.inc()
+        self._metrics.fenced.inc(self.open_requests)
+        for gateway in [name for name, requests in self._open.items() if requests]:
+            self._engine.cancel_gateway(gateway)
+
+    def refuse(self, reason: ForebayError) -> None:
+        """Takes no more requests from now on: what comes is given back."""
+        self._leaving = reason
+
+    def give_back(self) -> int:
+        """Ends every request here, after `refuse`: its gateway goes on elsewhere, at the token
+        where this worker left off. Returns how many there were."""
+        assert self._leaving is not None, "refuse first"
+        left = [(gateway, key) for gateway, requests in self._open.items() for key in requests]
+        self._metrics.handed_over.inc(len(left))
+        self._refuse_all(left, self._leaving)
+        return len(left)
 
     async def drained(self, timeout_s: float) -> bool:
         """Waits until nothing is open and every reply is sent; False when the time runs out."""
@@ -164,7 +205,9 @@ class Service:
         self._accepted.append((work.gateway, Accepted(*key)))
         if work.metered:
             self._metering.submitted(work)
-        if isinstance(work, Submit):
+        if self._leaving is not None:
+            self._refuse_all([(work.gateway, key)], self._leaving)
+        elif isinstance(work, Submit):
             if self._tracing is not None and work.traceparent:
                 self._traces[key] = work.traceparent
             self._engine.submit(work)
@@ -172,7 +215,32 @@ class Service:
             self._engine.encode(work)
         else:
             refusal = UnsupportedError("This engine does not make embeddings.")
-            self._emitted.append([(work.gateway, Failed(*key, refusal.code, refusal.message))])
+            self._refuse_all([(work.gateway, key)], refusal)
+
+    def _refuse_all(self, requests: Sequence[tuple[str, RequestKey]], why: ForebayError) -> None:
+        self._emitted.append(
+            [
+                (gateway, Failed(*key, why.code, why.message, why.retryable))
+                for gateway, key in requests
+            ]
+        )
+        self._collect()
+
+    def _broke(self, message: Work) -> None:
+        """A message that the engine stumbles over ends its own request, once."""
+        self._metrics.dead_letters.inc()
+        if isinstance(message, Sync):
+            log.exception("a request for a snapshot failed")
+            return
+        log.exception("request %s attempt %d failed on intake", message.request_id, message.attempt)
+        if not isinstance(message, Cancel):
+            key = (message.request_id, message.attempt)
+            self._refuse_all([(message.gateway, key)], _not_taken())
+
+    def _unread(self, one: Unread) -> None:
+        self._metrics.dead_letters.inc()
+        if one.request_id and one.gateway:
+            self._refuse_all([(one.gateway, (one.request_id, one.attempt))], _not_taken())
 
     def _collect(self) -> None:
         """Packs what was accepted and what the engine has emitted since, by gateway."""
@@ -269,3 +337,7 @@ class Service:
             self._traces.pop(key, None)
         if (lane := self._lanes.pop(gateway, None)) is not None:
             lane.close()
+
+
+def _not_taken() -> EngineError:
+    return EngineError("The worker could not take this request.")

@@ -7,7 +7,7 @@ routes. It answers itself when one of these fails, and counts every answer. It k
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from forebay_shared.errors import OverloadedError
@@ -103,6 +103,7 @@ class Edge:
         allowed_origins: Sequence[str],
         trusted_proxies: Sequence[str] = (),
         tracing: "Tracing | None" = None,
+        draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self._app = app
         self._keyring = keyring
@@ -111,6 +112,7 @@ class Edge:
         self._origins = frozenset(origin.encode() for origin in allowed_origins)
         self._proxies = Proxies(trusted_proxies)
         self._tracing = tracing
+        self._draining = draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -125,6 +127,8 @@ class Edge:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *extra, *_callers_headers(scope)]
+                if self._draining():  # its client is to go elsewhere with its next request
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         path = scope["path"]

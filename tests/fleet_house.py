@@ -1,0 +1,215 @@
+"""Real gateways and workers as processes over one Redis: to kill, to stop, to drain, to look into.
+
+A fleet sees which worker each request goes to by watching Redis, so that a test can end just the
+one that answers it.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+from redis import Redis
+from redis_house import RedisServer
+from serve_house import until
+
+KEY = "sk-fleet"
+START_S = 90.0
+_NAME = re.compile(r"worker (\w+) serves")
+_RUN = """
+import os, sys, time
+if pace := float(os.environ.pop("TEST_PACE_S", 0)):
+    from forebay_worker.engine.core import EngineCore
+    step = EngineCore.step
+    def paced(core):
+        time.sleep(pace)
+        step(core)
+    EngineCore.step = paced
+if jump := os.environ.pop("TEST_CLOCK", ""):
+    after, by = map(float, jump.split(","))
+    real, at = time.time, time.monotonic() + after
+    time.time = lambda: real() + (by if time.monotonic() > at else 0.0)
+from forebay_shared.cli import main
+sys.exit(main())
+"""
+
+
+class Process:
+    """One `forebay` process. Its log is on its standard error."""
+
+    def __init__(self, *arguments: str, fds: tuple[int, ...] = (), **variables: str) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _RUN, *arguments],
+            env={**os.environ, **variables},
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+            pass_fds=fds,
+        )
+
+    @property
+    def log(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.alive:
+            self.kill()
+        self._log.close()
+
+
+class Worker(Process):
+    @property
+    def name(self) -> str:
+        """Of this incarnation; "" until it serves."""
+        found = _NAME.search(self.log)
+        return found[1] if found else ""
+
+
+class Gateway(Process):
+    """Listens on `port`; 0: any."""
+
+    def __init__(self, *arguments: str, port: int = 0, **variables: str) -> None:
+        listener = socket.create_server(("127.0.0.1", port))
+        self.port = listener.getsockname()[1]
+        self.base = f"http://127.0.0.1:{self.port}"
+        fd = listener.fileno()
+        super().__init__("gateway", "--fd", str(fd), *arguments, fds=(fd,), **variables)
+        listener.close()
+
+    def get(self, path: str) -> httpx.Response | None:
+        """None when nobody answers."""
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(self.base + path, timeout=10, headers=AUTH)
+        return None
+
+    @property
+    def ready(self) -> bool:
+        answer = self.get("/ready")
+        return answer is not None and answer.status_code == 200
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over the series with these labels in the one scrape; 0 without any."""
+        answer = self.get("/metrics")
+        assert answer is not None
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in answer.text.splitlines()
+            if re.match(rf"{re.escape(name)}[{{ ]", line) and all(w in line for w in wanted)
+        )
+
+
+AUTH = {"authorization": f"Bearer {KEY}"}
+
+
+class Fleet:
+    """The processes of one test, and where its requests go."""
+
+    def __init__(self, redis: RedisServer) -> None:
+        self.redis = redis
+        self.processes: list[Process] = []
+        self.placements: list[str] = []
+        """The worker of each attempt of a generation, in order."""
+        self._watching = Redis(unix_socket_path=str(redis.socket)).monitor()
+        self._watching.__enter__()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def gateway(self, *arguments: str, port: int = 0, **variables: str) -> Gateway:
+        one = Gateway(*arguments, port=port, **self._variables(variables))
+        self.processes.append(one)
+        return one
+
+    def worker(self, *arguments: str, **variables: str) -> Worker:
+        """`arguments` are those of `forebay worker`."""
+        one = Worker("worker", *arguments, **self._variables(variables))
+        self.processes.append(one)
+        return one
+
+    def echo(self, delay_ms: float = 10.0, *arguments: str, **variables: str) -> Worker:
+        options = ("--engine", "echo", "--echo-delay-ms", str(delay_ms))
+        return self.worker(*options, *arguments, **variables)
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """Those that serve, by name."""
+        found = [one for one in self.processes if isinstance(one, Worker) and one.alive]
+        return {one.name: one for one in found if one.name}
+
+    def ready(self, gateway: Gateway, workers: int) -> None:
+        """Waits until the gateway counts so many workers."""
+        until(
+            lambda: gateway.ready and gateway.metric("forebay_workers") >= workers,
+            START_S,
+        )
+
+    def holder(self, attempt: int) -> Worker:
+        """The worker of attempt number `attempt` of all, from 0, once it was placed."""
+        until(lambda: len(self.placements) > attempt)
+        return self.workers[self.placements[attempt]]
+
+    def close(self) -> None:
+        for one in self.processes:
+            one.close()
+        self._watching.connection.disconnect()
+        self._watcher.join()
+
+    def _variables(self, more: dict[str, str]) -> dict[str, str]:
+        return {"FOREBAY_REDIS_URL": self.redis.url, "FOREBAY_API_KEY": KEY} | more
+
+    def _watch(self) -> None:
+        with contextlib.suppress(Exception):  # Redis has ended
+            while True:
+                command = str(self._watching.next_command()["command"])
+                found = re.match(r"XADD fb:\{w:(\w+)\}:work ", command)
+                if found:
+                    self.placements += [found[1]] * command.count("type\\xa6submit")
+
+
+@contextlib.contextmanager
+def fleet(redis: RedisServer) -> Iterator[Fleet]:
+    house = Fleet(redis)
+    try:
+        yield house
+    finally:
+        house.close()
+
+
+def stream(
+    gateway: Gateway, path: str, body: dict, seen: Callable[[int], None] = lambda _: None
+) -> bytes:
+    """The raw bytes of an event stream; `seen(k)` is called when k events have come."""
+    raw, count = b"", 0
+    with (
+        httpx.Client(timeout=60, headers=AUTH) as client,
+        client.stream("POST", gateway.base + path, json={**body, "stream": True}) as answer,
+    ):
+        if answer.status_code != 200:
+            answer.read()
+        assert answer.status_code == 200, answer.text
+        for part in answer.iter_raw():
+            raw += part
+            while count < raw.count(b"\n\n"):
+                count += 1
+                seen(count)
+    return raw
