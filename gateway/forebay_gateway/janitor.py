@@ -76,7 +76,7 @@ class Janitor:
 
     async def _clear(self, part: "_Round", name: str) -> None:
         del part.missing[name]
-        if await CLEAR.call(self._publisher, [part.lease(name), *part.rest(name)], []):
+        if await CLEAR.send(self._publisher, [part.lease(name), *part.rest(name)], []):
             self._publisher.call("DEL", keys.metrics(name))
             await self._publisher.call(part.remove, part.key, name)
             self._metrics.strays_cleared.inc()
