@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from forebay_gateway.auth import Keyring
 from forebay_gateway.teams.access import Standing
-from forebay_gateway.teams.toll import headers_of
+from forebay_gateway.teams.caller import headers_of
 from forebay_shared.errors import AuthenticationError
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import MODEL, Api, exchange, request_bytes, running_api

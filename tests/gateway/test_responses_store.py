@@ -8,8 +8,9 @@ import httpx
 import openai
 import pytest
 from forebay_gateway.api.responses import runs, store
+from forebay_shared.errors import RateLimitError
 from forebay_shared.settings import GatewaySettings, Secret
-from gateway_fakes import ANSWER, MODEL, Api, Play, wait_until
+from gateway_fakes import ANSWER, MODEL, Api, Play, ScriptedGeneration, wait_until
 from redis_house import RedisServer
 from response_transcripts import check_events, check_response, split_events
 from responses_house import RESPONSES, plain, post, prompt, responding, sdk, streamed
@@ -307,6 +308,43 @@ def test_one_that_fails_says_why(api: Api) -> None:
     assert failed["error"]["code"] == "server_error"
     assert "secret" not in failed["error"]["message"]
     assert failed["output"][0]["status"] == "incomplete"
+
+
+def test_a_stream_that_breaks_off_is_stored_as_the_client_has_seen_it(api: Api, other: Api) -> None:
+    api.backend.script = lambda job, index: Play(
+        api.backend.answer, error=ValueError("secret"), error_after=4
+    )
+    seen = streamed(api)
+    assert seen["status"] == "failed"
+    assert check_response(fetch(other, seen["id"]).content) == seen
+    answer = post(other, previous_response_id=seen["id"])
+    assert check_error(answer.content)["param"] == "previous_response_id"
+    missing(fetch(other, streamed(api, store=False)["id"]))
+
+
+def test_a_limit_that_is_reached_refuses_a_background_response_at_once(
+    api: Api, session_redis: RedisServer
+) -> None:
+    async def refused(_: object) -> None:
+        raise RateLimitError("The team red has reached its limit.", retry_after_s=7.0)
+
+    keys_before = session_redis.client.dbsize()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptedGeneration, "__aenter__", refused)
+        for fields in ({}, {"stream": True}):
+            answer = post(api, background=True, **fields)
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "7"
+            check_error(answer.content)
+    assert session_redis.client.dbsize() == keys_before
+    assert plain(api, background=True)["status"] == "queued"
+
+
+def test_a_background_response_that_cannot_be_stored_leaves_no_work_open() -> None:
+    with responding("") as api:
+        assert post(api, background=True).status_code == 503
+        assert not api.backend.running
+        assert len(api.backend.cancelled) == 1
 
 
 def test_so_many_run_at_once_and_no_more(redis_url: str) -> None:

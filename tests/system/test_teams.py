@@ -42,6 +42,9 @@ organisations:
       - id: green
         limits: {requests_per_minute: 2}
         keys: [{name: app}]
+      - id: grey
+        limits: {requests_per_minute: 3, concurrent_requests: 1}
+        keys: [{name: app}]
 """
 
 
@@ -90,7 +93,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
             name, _, token = line.partition("  sk-fb-")
             if token:
                 house.tokens[name] = "sk-fb-" + token
-        assert len(house.tokens) == 7, made
+        assert len(house.tokens) == 8, made
         yield house
 
 
@@ -135,6 +138,27 @@ def test_a_team_sees_its_models_and_is_held_to_its_limits(house: House) -> None:
     raw = red.completions.with_raw_response.create(model="echo", prompt="hi", max_tokens=3)
     assert raw.headers["x-ratelimit-limit-tokens"] == "100000"
     assert int(raw.headers["x-ratelimit-remaining-tokens"]) < 100_000
+
+
+def test_limits_hold_for_what_runs_in_the_background_and_are_asked_at_once(house: House) -> None:
+    grey = house.client("grey/app")
+
+    def begin() -> str:
+        return grey.responses.create(model="echo", input="hello there", background=True).id
+
+    for _ in range(3):
+        made = begin()
+        until(lambda made=made: grey.responses.retrieve(made).status == "completed")
+    with pytest.raises(openai.RateLimitError) as caught:
+        begin()
+    assert "The team grey" in str(caught.value)
+    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+
+    def booked() -> bool:
+        shown = house.admin.call("GET", "usage", query={"by": "team", "team": "grey"})
+        return [row["requests"] for row in shown["data"]] == [3]
+
+    until(booked)
 
 
 def test_usage_is_on_the_books_with_its_cost(house: House) -> None:

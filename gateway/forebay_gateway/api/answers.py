@@ -5,11 +5,12 @@ Both end the work when the client leaves. It knows no request fields, no model a
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from forebay_shared.errors import ForebayError, OverloadedError
+from forebay_shared.errors import BusError, ForebayError, OverloadedError
+from forebay_shared.supervise import shielded
 from litestar.types import Receive, Scope, Send
 from prometheus_client import Gauge
 
@@ -27,10 +28,19 @@ Errors within this time (no worker, queue full, refused) are plain JSON with the
 it the client gets its role chunk, so that no watchdog fires while the request queues.
 """
 
+FAREWELL_S = 1.0
 
-Keep = Callable[[Usage], Awaitable[None]]
-"""What is to be done with a complete answer before the client learns that it is complete. When it
-raises, the answer fails."""
+
+class Keeper(Protocol):
+    """Keeps an answer, as its writer has it, for later."""
+
+    async def complete(self, usage: Usage) -> None:
+        """It is complete, which the client does not know yet. When this raises, it fails."""
+        ...
+
+    async def broken(self) -> None:
+        """A stream broke off, as the writer has written. Raises nothing that is foreseen."""
+        ...
 
 
 class Writer(Protocol):
@@ -74,10 +84,12 @@ class Writer(Protocol):
 class WholeAnswer:
     """An answer in one JSON object."""
 
-    def __init__(self, transcript: Transcript, writer: Writer, keep: Keep | None = None) -> None:
+    def __init__(
+        self, transcript: Transcript, writer: Writer, keeper: Keeper | None = None
+    ) -> None:
         self._transcript = transcript
         self._writer = writer
-        self._keep = keep
+        self._keeper = keeper
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         transcript = self._transcript
@@ -91,8 +103,8 @@ class WholeAnswer:
                     self._writer.collect(update)
                     if update.reason is not None:
                         reasons[update.index] = update.reason
-            if self._keep is not None:
-                await self._keep(transcript.usage)
+            if self._keeper is not None:
+                await self._keeper.complete(transcript.usage)
         body = self._writer.whole(
             answers,
             [reasons[index] for index in range(transcript.size)],
@@ -113,11 +125,11 @@ class StreamedAnswer:
         writer: Writer,
         open_streams: Gauge,
         early_s: float | None = EARLY_S,
-        keep: Keep | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self._transcript = transcript
         self._writer = writer
-        self._keep = keep
+        self._keeper = keeper
         self._open_streams = open_streams
         self._early_s = early_s
 
@@ -136,14 +148,19 @@ class StreamedAnswer:
         except asyncio.CancelledError:
             # The process ends and the drain time is over: say so, rather than just breaking off.
             if stream.started:
-                await stream.end(
-                    self._writer.failure(OverloadedError("The server is shutting down."))
-                )
+                await self._break(stream, OverloadedError("The server is shutting down."))
             raise
         except Exception as error:
             if not stream.started:
                 raise
-            await stream.end(self._writer.failure(foreseen(error)[0]))
+            await self._break(stream, foreseen(error)[0])
+
+    async def _break(self, stream: EventStream, error: ForebayError) -> None:
+        """Says how the stream ends, which a client that has its id may ask for again."""
+        events = self._writer.failure(error)
+        if self._keeper is not None and not isinstance(error, BusError):
+            await shielded(self._keeper.broken(), FAREWELL_S)
+        await stream.end(events)
 
     async def _write(self, stream: EventStream) -> None:
         transcript, writer = self._transcript, self._writer
@@ -154,10 +171,10 @@ class StreamedAnswer:
             if events or not stream.started:
                 await stream.write(events)
             events = self._events(await transcript.advance())
-        if self._keep is not None:
+        if self._keeper is not None:
             await stream.write(events)
             events = b""
-            await self._keep(transcript.usage)
+            await self._keeper.complete(transcript.usage)
         events += writer.closing(transcript.usage)
         if stream.started:
             await stream.end(events)

@@ -15,7 +15,7 @@ from forebay_shared.template import Json
 from litestar.types import ASGIApp
 from msgspec.structs import replace
 
-from forebay_gateway.api.answers import EARLY_S, Keep, StreamedAnswer, WholeAnswer, Writer
+from forebay_gateway.api.answers import EARLY_S, Keeper, StreamedAnswer, WholeAnswer, Writer
 from forebay_gateway.api.openai import params
 from forebay_gateway.api.openai.messages import conversation
 from forebay_gateway.api.openai.schema import ChatRequest, GenerationRequest
@@ -165,15 +165,15 @@ class Turns:
         request: GenerationRequest,
         transcript: Transcript,
         writer: Writer,
-        keep: Keep | None = None,
+        keeper: Keeper | None = None,
     ) -> ASGIApp:
-        """A transcript as the answer to one HTTP request; `keep` gets it before the client does."""
+        """A transcript as the answer to one HTTP request; a keeper gets it before the client."""
         if not request.stream:
-            return WholeAnswer(transcript, writer, keep)
+            return WholeAnswer(transcript, writer, keeper)
         # Without any worker a 503 may be the answer, however late: then no status goes out before.
         early_s = EARLY_S if self.backend.roster.ready else None
         open_streams = self.backend.telemetry.open_streams
-        return StreamedAnswer(transcript, writer, open_streams, early_s, keep)
+        return StreamedAnswer(transcript, writer, open_streams, early_s, keeper)
 
 
 def find_model(roster: Models, name: str, caller: Caller) -> ModelCard:

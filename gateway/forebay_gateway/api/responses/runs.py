@@ -8,6 +8,7 @@ HTTP.
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from forebay_shared.errors import BusError, ForebayError, OverloadedError
 from forebay_shared.supervise import shielded
@@ -43,6 +44,8 @@ class _Run:
         self.writer = writer
         self.input = input_
         self.transcript = transcript
+        self.work = AsyncExitStack()
+        """Holds the transcript, once it is entered."""
         self.streams = streams
         self.status: Status = "queued"
         self.event_bytes = 0
@@ -78,7 +81,9 @@ class BackgroundRuns:
     ) -> None:
         """Stores the response as queued and runs it.
 
-        Raises OverloadedError or RateLimitError where too many run already, BusError.
+        Its team's limits are asked first, and hold until it has ended: so a refusal is this call's.
+        Raises OverloadedError or RateLimitError where too many run already or a limit is reached,
+        BusError.
         """
         if len(self._runs) >= self._limit:
             raise OverloadedError(
@@ -86,6 +91,7 @@ class BackgroundRuns:
             )
         run = self._runs[writer.response.id] = _Run(team, writer, input_, transcript, streams)
         try:
+            await run.work.enter_async_context(transcript)
             response = writer.response
             previous = response.previous_response_id or ""
             owner = self._services.gateway
@@ -93,6 +99,7 @@ class BackgroundRuns:
             await self._tell(run, writer.created())
         except BaseException:
             del self._runs[run.id]
+            await run.work.aclose()
             raise
         self._services.tasks.start(f"response-{run.id}", self._work(run))
         self._services.telemetry.background_responses.set(len(self._runs))
@@ -123,7 +130,7 @@ class BackgroundRuns:
 
     async def _generate(self, run: _Run) -> None:
         writer, transcript = run.writer, run.transcript
-        async with transcript:
+        async with run.work:
             updates = await transcript.advance()
             events = writer.started()
             run.status = "in_progress"

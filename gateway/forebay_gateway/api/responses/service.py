@@ -7,9 +7,11 @@ Litestar route and no Redis command.
 import secrets
 import time
 from collections.abc import Awaitable
+from contextlib import suppress
 
 import msgspec
 from forebay_shared.errors import (
+    BusError,
     ContextLengthError,
     ForebayError,
     InvalidRequestError,
@@ -78,15 +80,8 @@ class ResponsesService:
                 return FollowedEvents(self.store, self.runs, team, response_id, 0)
             return Answer(encode(response))
 
-        async def keep(usage: Usage) -> None:
-            writer.settle(usage)
-            ended = writer.response
-            previous = ended.previous_response_id or ""
-            await self.store.keep(
-                team, ended.id, encode(ended), context.given, ended.status, previous
-            )
-
-        return self._turns.written(turn.request, transcript, writer, keep if stores else None)
+        keeper = _Keeper(self.store, team, writer, context.given) if stores else None
+        return self._turns.written(turn.request, transcript, writer, keeper)
 
     async def count(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
         """How many tokens a request's input is."""
@@ -137,6 +132,33 @@ class ResponsesService:
         except ForebayError as error:
             raise renamed(error) from None
         return _with_own_names(turn)
+
+
+class _Keeper:
+    """An `answers.Keeper` of one response, and of its input."""
+
+    def __init__(
+        self, store: ResponseStore, team: str, writer: ResponseWriter, given: bytes
+    ) -> None:
+        self._store = store
+        self._team = team
+        self._writer = writer
+        self._given = given
+
+    async def complete(self, usage: Usage) -> None:
+        self._writer.settle(usage)
+        await self._keep()
+
+    async def broken(self) -> None:
+        with suppress(BusError):
+            await self._keep()
+
+    async def _keep(self) -> None:
+        ended = self._writer.response
+        previous = ended.previous_response_id or ""
+        await self._store.keep(
+            self._team, ended.id, encode(ended), self._given, ended.status, previous
+        )
 
 
 class _Counted(msgspec.Struct):
