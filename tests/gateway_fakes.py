@@ -257,6 +257,9 @@ class ScriptedBackend:
             raise ModelNotFoundError("The model does not exist.", param="model")
         return self.card
 
+    def serves(self, card: ModelCard) -> bool:
+        return self.ready
+
     def generate(self, job: Job) -> ScriptedGeneration:
         self.jobs.append(job)
         return ScriptedGeneration(self, job)

@@ -34,6 +34,9 @@ from forebay_gateway.api.tokens import TokensService, tokens_apps
 from forebay_gateway.auth import Keyring
 from forebay_gateway.interpret import Interpreter
 from forebay_gateway.prompt import Renderers
+from forebay_gateway.teams.aliases import configured
+from forebay_gateway.teams.catalog import Catalog
+from forebay_gateway.teams.directory import Directory
 
 if TYPE_CHECKING:
     from forebay_shared.tracing.spans import Tracing
@@ -49,8 +52,13 @@ def create_app(
     """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
     renderers = Renderers(backend.store.blob)
     interpreter = Interpreter(settings.tool_call_parser, settings.reasoning_parser)
+    catalog = _catalog(settings, backend)
     turns = Turns(
-        backend, renderers, interpreter, trusts_templates=settings.trust_request_chat_template
+        backend,
+        renderers,
+        catalog,
+        interpreter,
+        trusts_templates=settings.trust_request_chat_template,
     )
     responses = ResponsesService(turns, settings)
     admission = Admission(settings.max_concurrent_requests)
@@ -66,8 +74,8 @@ def create_app(
     posts = {
         **generation_apps(OpenAIService(turns), settings.max_body_bytes),
         **embedding_apps(
-            EmbeddingService(backend, renderers),
-            ScoringService(backend, renderers),
+            EmbeddingService(backend, renderers, catalog),
+            ScoringService(backend, renderers, catalog),
             settings.max_body_bytes,
         ),
         **messages_apps(MessagesService(turns), settings.max_body_bytes),
@@ -77,7 +85,7 @@ def create_app(
     routes = Litestar(
         route_handlers=[
             *post_routes(posts),
-            *model_routes(backend.roster),
+            *model_routes(catalog),
             *response_routes(responses),
             *document_routes(),
             *health_routes(backend, draining, warm, lambda: admission.open),
@@ -110,6 +118,12 @@ def create_app(
         tracing=tracing,
         draining=draining,
     )
+
+
+def _catalog(settings: GatewaySettings, backend: Services) -> Catalog:
+    teams = backend.teams
+    directory = teams.directory if teams is not None else Directory(configured(settings.alias))
+    return Catalog(backend.roster, directory, backend.telemetry.fell_back)
 
 
 def _team_routes(backend: Services, max_body_bytes: int) -> list[HTTPRouteHandler]:

@@ -40,7 +40,7 @@ class Backend:
         self.inbox = Inbox(self.telemetry)
         self.roster = Roster(self.publisher, self.telemetry)
         self.store = Store(self.publisher)
-        self.teams = Teams(settings, self.publisher, self.gateway)
+        self.teams = Teams(settings, self.publisher, self.gateway, self.roster.knows)
         self.reader = Reader(
             settings.redis_url,
             [self.inbox.feed(self.gateway), self.roster.feed(), self.teams.sync.feed()],

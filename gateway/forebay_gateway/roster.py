@@ -165,6 +165,14 @@ class Roster:
             raise NoWorkerError("No worker is ready yet. Please retry.", retry_after_s=2.0)
         raise ModelNotFoundError("The model does not exist or is not served here.", param="model")
 
+    def knows(self, name: str) -> bool:
+        """Whether some card serves this name."""
+        return any(name in card.names for card in self._known())
+
+    def serves(self, card: ModelCard) -> bool:
+        """Whether a worker takes requests for it now."""
+        return bool(self.candidates(card).workers)
+
     def candidates(self, card: ModelCard) -> Pool[Worker]:
         """The workers that may take a request for `card`: they give the same answers."""
         key = (card.revision, card.name)

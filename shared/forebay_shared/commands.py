@@ -122,6 +122,7 @@ _HTTP = (
     "teams",
     "key_pepper",
     "trusted_proxy",
+    "alias",
     "response_ttl_s",
     "response_store_bytes",
     "max_background_responses",

@@ -59,6 +59,10 @@ class GatewaySettings:
         tuple[str, ...],
         Meta(description="address or network whose X-Forwarded-For is believed; repeatable"),
     ] = ()
+    alias: Annotated[
+        tuple[str, ...],
+        Meta(description="public name for a served model, as name=model; repeatable"),
+    ] = ()
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 8_388_608
     max_concurrent_requests: Annotated[
         int, Meta(ge=1, description="requests open at once in this process; more get a 503")

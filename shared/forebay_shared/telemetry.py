@@ -39,6 +39,7 @@ ROUTES = (
 DropReason = Literal["unknown", "fenced", "duplicate", "bad"]
 PickReason = Literal["only", "prefix", "load", "spread"]
 PICK_REASONS: tuple[PickReason, ...] = ("only", "prefix", "load", "spread")
+FallbackReason = Literal["missing", "overloaded", "context"]
 ResubmitReason = Literal["worker_lost", "not_accepted", "gap", "bus_reset", "failed", "drained"]
 
 
@@ -351,6 +352,12 @@ class GatewayMetrics:
             "Dead processes whose keys this gateway cleared away.",
             registry=registry,
         )
+        self._fallbacks = Counter(
+            "forebay_alias_fallbacks",
+            "Requests that went on to the next model of their alias, by reason.",
+            ["reason"],
+            registry=registry,
+        )
         self._resubmitted = Counter(
             "forebay_resubmitted", "Attempts after a job's first.", ["reason"], registry=registry
         )
@@ -382,6 +389,9 @@ class GatewayMetrics:
 
     def dropped(self, reason: DropReason, count: int = 1) -> None:
         self._dropped.labels(reason=reason).inc(count)
+
+    def fell_back(self, reason: FallbackReason) -> None:
+        self._fallbacks.labels(reason=reason).inc()
 
     def resubmitted(self, reason: ResubmitReason) -> None:
         self._resubmitted.labels(reason=reason).inc()

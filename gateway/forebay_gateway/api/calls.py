@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 
+from forebay_shared.errors import ForebayError
 from litestar import post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
@@ -15,12 +16,24 @@ Call = Callable[[bytes | bytearray, Caller], Awaitable[ASGIApp]]
 
 
 def posted(call: Call, max_body_bytes: int) -> ASGIApp:
-    """An app that hands the body to `call`, and runs what it returns."""
+    """An app that hands the body to `call`, and runs what it returns.
+
+    Where that fails before anything was answered, and an alias knows another model that may do
+    better, the call is made again for that one. A model is asked once, so this ends.
+    """
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_json_body(raw_headers(scope), receive, max_body_bytes)
-        answer = await call(body, caller(scope))
-        await answer(scope, receive, send)
+        asker = caller(scope)
+        while True:
+            try:
+                answer = await call(body, asker)
+                await answer(scope, receive, send)
+            except ForebayError as error:  # an answer that has begun tells its errors itself
+                if not asker.goes_on(error):
+                    raise
+            else:
+                return
 
     return run
 

@@ -15,7 +15,7 @@ from forebay_gateway.api.calls import posted
 from forebay_gateway.api.decoding import decode
 from forebay_gateway.api.openai.schema import ChatRequest, Message, TokenId
 from forebay_gateway.api.openai.tools import ToolDefinition
-from forebay_gateway.api.openai.turns import Turns, find_model
+from forebay_gateway.api.openai.turns import Turns
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.prompt import Renderer
 from forebay_gateway.teams.caller import Caller
@@ -105,10 +105,9 @@ class TokensService:
 
     def _model(self, name: str | None, caller: Caller) -> tuple[ModelCard, str]:
         """The model of that name, which may be left out where only one is served."""
-        roster = self._turns.backend.roster
         if name is not None:
-            return find_model(roster, name, caller), name
-        if not (cards := roster.cards()):
+            return self._turns.catalog.find(name, caller), name
+        if not (cards := self._turns.backend.roster.cards()):
             raise NoWorkerError("No worker is ready.", retry_after_s=1.0)
         seen = [card for card in cards if any(map(caller.sees, card.names))]
         if len(seen) != 1:

@@ -95,18 +95,19 @@ class VectorsAnswer:
         return answer
 
 
-def embedding_of(card: ModelCard) -> EmbeddingCard:
-    """What vectors the model makes. Raises UnsupportedError when it makes none."""
+def embedding_of(card: ModelCard, name: str) -> EmbeddingCard:
+    """What vectors a model makes, which was asked for by this name. Raises UnsupportedError when
+    it makes none."""
     if card.embedding is None or CAP_EMBED not in card.capabilities:
         raise UnsupportedError(
-            f"The model '{card.name}' generates text; it does not make embeddings.", param="model"
+            f"The model '{name}' generates text; it does not make embeddings.", param="model"
         )
     return card.embedding
 
 
-def check_dimensions(dimensions: int, card: ModelCard) -> None:
+def check_dimensions(dimensions: int, card: ModelCard, name: str) -> None:
     """Raises InvalidRequestError when the model's vectors cannot be cut to this size."""
-    embedding = embedding_of(card)
+    embedding = embedding_of(card, name)
     if dimensions == embedding.size:
         return
     if not embedding.matryoshka:

@@ -5,11 +5,12 @@ It knows no HTTP. A secret leaves it once, in the answer to the call that made i
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 from forebay_shared.errors import (
+    ConflictError,
     InvalidRequestError,
     NotFoundError,
     PreconditionError,
@@ -20,7 +21,7 @@ from forebay_gateway.teams import document, keymaker
 from forebay_gateway.teams.checks import parse
 from forebay_gateway.teams.directory import Directory
 from forebay_gateway.teams.guards import Actor, Guard
-from forebay_gateway.teams.records import Entry, Key, Kind, place_of
+from forebay_gateway.teams.records import Alias, Entry, Key, Kind, place_of
 from forebay_gateway.teams.store import ANY, Change, DirectoryStore, StaleError
 from forebay_gateway.teams.sync import DirectorySync
 
@@ -42,8 +43,16 @@ class Page(msgspec.Struct, frozen=True):
 class Admin:
     """The calls of the admin API, all but the books'."""
 
-    def __init__(self, directory: Directory, store: DirectoryStore, sync: DirectorySync) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        store: DirectoryStore,
+        sync: DirectorySync,
+        is_served: Callable[[str], bool],
+    ) -> None:
+        """`is_served`: whether a worker serves a model of this name."""
         self._directory = directory
+        self._is_served = is_served
         self._store = store
         self._sync = sync
 
@@ -168,12 +177,31 @@ class Admin:
             Change(_place(before, after), after, self._expected(before, expected))
             for before, after in pairs
         ]
+        self._check_models({change.place: change.entry for change in changes})
         try:
             await self._store.commit(changes, who=actor.name, what=_audited(action, pairs))
         except StaleError as error:
             if expected != ANY:  # the caller said what it had read
                 raise PreconditionError(error.message) from None
             raise
+
+    def _check_models(self, changes: Mapping[str, Entry | None]) -> None:
+        """Raises ConflictError for an alias of a model that is not there. An alias is no model, so
+        no alias can lead to another, or round in a circle."""
+        missing = self._directory.missing_model(changes, self._is_served)
+        if missing is None:
+            return
+        alias, name = missing
+        if any(isinstance(each, Alias) and each.public_name == name for each in changes.values()):
+            is_alias = True
+        else:
+            is_alias = self._directory.alias(name, alias.team) is not None
+        why = (
+            "is an alias itself: name the models that it stands for"
+            if is_alias
+            else "is neither served now nor described among the models"
+        )
+        raise ConflictError(f"alias/{alias.id} names '{name}', which {why}.")
 
     def _expected(self, before: Entry | None, expected: int) -> int:
         """What was read a moment ago is what is changed, unless the caller says what it read."""

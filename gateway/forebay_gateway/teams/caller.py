@@ -1,11 +1,13 @@
 """Whose request this is: what the edge found out, for whoever prepares and places the work."""
 
+import random
 from typing import Protocol
 
-from forebay_shared.errors import ModelNotFoundError, PermissionDeniedError
+from forebay_shared.errors import ForebayError, ModelNotFoundError, PermissionDeniedError
 
 from forebay_gateway.meter import Toll
 from forebay_gateway.teams.access import Access, Standing
+from forebay_gateway.teams.aliases import Route
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -24,10 +26,13 @@ class Caller:
     everything is allowed but the admin API, and nothing is counted.
 
     `team` is the engine's fairness key, opaque and stable; `headers` go out with the answer, beside
-    those of its `standing`.
+    those of its `standing`. `route` is the way to the model that it asked for, and `lot`, in
+    [0, 1), what draws among several.
     """
 
-    __slots__ = ("_gate", "access", "headers", "root", "standing", "team")
+    __slots__ = (
+        "_gate", "access", "headers", "lot", "root", "route", "standing", "team",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -44,6 +49,17 @@ class Caller:
         """It is the admin key: it may do everything in the admin API, and nothing else."""
         self.headers: Headers = []
         self.standing = access.standing if access is not None else None
+        self.lot = random.random()
+        self.route: Route | None = None
+
+    @property
+    def team_id(self) -> str:
+        """The team's id; empty for a caller without one."""
+        return self.access.team_id if self.access else ""
+
+    def goes_on(self, error: ForebayError) -> bool:
+        """Takes the next model that may answer; False when there is none."""
+        return self.route is not None and self.route.go_on(error)
 
     @property
     def cache_salt(self) -> str:

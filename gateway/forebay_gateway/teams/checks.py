@@ -4,8 +4,8 @@ Every error names the field by its path. It knows no Redis and no HTTP.
 """
 
 import ipaddress
-import re
 from collections.abc import Iterator, Sequence
+from datetime import date
 from typing import cast, get_args
 from zoneinfo import ZoneInfo
 
@@ -14,7 +14,7 @@ from forebay_shared.errors import InvalidRequestError
 from forebay_shared.telemetry import ROUTES
 from msgspec.structs import fields
 
-from forebay_gateway.teams.records import TYPES, Alias, Entry, Key, Kind
+from forebay_gateway.teams.records import TYPES, Alias, Caps, Entry, Key, Kind, Limits
 
 
 def parse(kind: Kind, tree: object, where: str) -> Entry:
@@ -46,10 +46,7 @@ def check(entry: Entry, where: str) -> None:
     if isinstance(entry, Key):
         _check_key(entry, where)
     elif isinstance(entry, Alias):
-        if not any(target.weight for target in entry.targets):
-            raise _invalid(f"{where}.targets", "needs a weight above 0")
-        if entry.deprecated and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", entry.deprecated):
-            raise _invalid(f"{where}.deprecated", "must be a date such as 2026-12-31")
+        _check_alias(entry, where)
 
 
 def _check_key(key: Key, where: str) -> None:
@@ -66,6 +63,36 @@ def _check_key(key: Key, where: str) -> None:
             raise _invalid(
                 f"{where}.networks[{number}]", "must be a network such as 10.0.0.0/8"
             ) from None
+
+
+def _check_alias(alias: Alias, where: str) -> None:
+    if alias.team and not alias.id.startswith(f"{alias.team}/"):
+        raise _invalid(f"{where}.id", f"must begin with {alias.team}/, its team")
+    if not alias.public_name:
+        raise _invalid(f"{where}.id", "must hold a name behind its team")
+    if not any(target.weight for target in alias.targets):
+        raise _invalid(f"{where}.targets", "needs a weight above 0")
+    names = [target.model for target in alias.targets]
+    if len(set(names)) < len(names):
+        raise _invalid(f"{where}.targets", "must name each model once")
+    if alias.budgets or alias.limits != Limits():
+        at = f"{where}.budgets" if alias.budgets else f"{where}.limits"
+        raise _invalid(at, "are a model's: give them to those that the alias names")
+    for name in Caps.__struct_fields__:
+        default, cap = getattr(alias.defaults, name), getattr(alias.caps, name)
+        if default is not None and cap is not None and default > cap:
+            raise _invalid(f"{where}.defaults.{name}", "must not be above its cap")
+    for name in ("deprecated", "sunset"):
+        _check_day(getattr(alias, name), f"{where}.{name}")
+    if alias.sunset and not alias.deprecated <= alias.sunset:
+        raise _invalid(f"{where}.sunset", "must not be before the day of deprecation")
+
+
+def _check_day(text: str, at: str) -> None:
+    try:
+        date.fromisoformat(text or "2000-01-01")
+    except ValueError:
+        raise _invalid(at, "must be a date such as 2026-12-31") from None
 
 
 def _invalid(at: str, what: str) -> InvalidRequestError:

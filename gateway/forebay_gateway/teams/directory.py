@@ -4,7 +4,7 @@ All records are here, keys too, so to know a key costs no round trip, and an unk
 memory nor a question. Pure: no clock, no Redis, no HTTP.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 import msgspec
@@ -33,9 +33,11 @@ class Directory:
     """Records by kind and id. `revision` counts the changes of the whole directory.
 
     `generation` changes with every change here, for whoever keeps what was made of records.
+    `configured` are aliases of this process's own, which records of the same name shadow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, configured: Iterable[Alias] = ()) -> None:
+        self._configured = {alias.id: alias for alias in configured}
         self.revision = 0
         self.generation = 0
         self._entries: dict[Kind, dict[str, Entry]] = {kind: {} for kind in KINDS}
@@ -63,20 +65,21 @@ class Directory:
 
     def alias(self, name: str, team: str = "") -> Alias | None:
         """The team's own alias of that name, else the one for all."""
-        aliases = self._entries["alias"]
-        found = aliases.get(f"{team}/{name}") if team else None
-        if found is None:
-            found = aliases.get(name)
-            if found is not None and cast(Alias, found).team:
-                return None
-        return cast("Alias | None", found)
+        aliases = cast("dict[str, Alias]", self._entries["alias"])
+        if team and (own := aliases.get(f"{team}/{name}")) and own.team == team:
+            return own
+        found = aliases.get(name)
+        return found if found is not None and not found.team else self._configured.get(name)
 
-    def aliases(self, team: str = "") -> Iterator[Alias]:
-        """Those that a team sees."""
-        for entry in self.all("alias"):
-            alias = cast(Alias, entry)
-            if alias.team in ("", team):
-                yield alias
+    def aliases(self, team: str = "") -> dict[str, Alias]:
+        """Those that a team sees, by public name."""
+        found = dict(self._configured)
+        for owner in dict.fromkeys(("", team)):
+            for entry in self.all("alias"):
+                alias = cast(Alias, entry)
+                if alias.team == owner:
+                    found[alias.public_name] = alias
+        return found
 
     def get(self, kind: Kind, name: str) -> Entry | None:
         return self._entries[kind].get(name)
@@ -162,6 +165,23 @@ class Directory:
                 exists = changes.get(parent, self._at(parent))
                 if exists is None:
                     return place_of(entry), parent
+        return None
+
+    def missing_model(
+        self, changes: Mapping[str, Entry | None], is_served: Callable[[str], bool]
+    ) -> tuple[Alias, str] | None:
+        """An alias, and a name among its models that nobody would serve or describe after these
+        changes. Looks at the aliases that are written, and at those of models that go."""
+        gone = {place for place, entry in changes.items() if entry is None}
+        changed = [entry for entry in changes.values() if isinstance(entry, Alias)]
+        kept = cast("list[Alias]", self.all("alias")) if gone else []
+        for alias in [*changed, *(alias for alias in kept if place_of(alias) not in changes)]:
+            for name in alias.models:
+                place = f"model/{name}"
+                if alias not in changed and place not in gone:
+                    continue
+                if changes.get(place, self._at(place)) is None and not is_served(name):
+                    return alias, name
         return None
 
     def _at(self, place: str) -> Entry | None:

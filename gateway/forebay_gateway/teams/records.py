@@ -24,9 +24,15 @@ PRIORITIES: Mapping[Priority, float] = {"high": 8.0, "normal": 1.0, "low": 0.125
 """Factors of a team's weight. A strict order would let the low ones starve."""
 
 Unit = Literal["money", "tokens"]
+Condition = Literal["missing", "overloaded", "context"]
+"""Why a model cannot answer: no worker serves it, they have too much to do, the prompt is too long.
+"""
 Window = Literal["hour", "day", "week", "month", "total"]
 
+CONDITIONS: tuple[Condition, ...] = ("missing", "overloaded", "context")
+
 MAX_LIST = 256
+_MAX_INT32 = 2**31 - 1
 _ID = r"^[a-z0-9][a-z0-9._@-]{0,62}$"
 _NAME = r"^[^\x00/][^\x00]{0,127}$"
 
@@ -36,6 +42,12 @@ Parent = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._@-]{0,62})?$")]
 Count = Annotated[int, Meta(ge=0, le=10**12)]
 Text = Annotated[str, Meta(max_length=200)]
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=MAX_LIST)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=200)]
+Tokens = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Day = Annotated[str, Meta(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
+"""A date in UTC, or empty."""
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -139,35 +151,57 @@ class Model(Record, frozen=True, omit_defaults=True, kw_only=True):
 class Target(msgspec.Struct, frozen=True, omit_defaults=True):
     """A served model and its share of the requests."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=200)]
+    model: ModelName
     weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
 
 
 class Defaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Values of request fields."""
+    """Values of request fields that a client left out."""
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    max_tokens: Tokens | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_MAX_INT32)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+
+
+class Caps(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The most that request fields may be; a higher value is lowered."""
+
+    max_tokens: Tokens | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
 
 
 class Alias(Record, frozen=True, omit_defaults=True, kw_only=True):
     """A public name for served models. Its id is the name, or `team/name` where it is one team's.
 
-    One target is drawn by weight; `fallbacks` follow when it cannot serve. `defaults` fill absent
-    fields, `caps` bound them. From `deprecated` (a date) on, answers carry a warning.
+    One target is drawn by weight; `fallbacks` follow in their order where it cannot answer, under
+    the conditions of `fall_back_on`. From `deprecated` (a date) on, answers carry a warning; from
+    `sunset` on, the name is withdrawn.
     """
 
-    id: Annotated[str, Meta(pattern=r"^[^\x00]{1,192}$")]
+    id: Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,192}$")]
     team: Parent = ""
     targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=32)]
-    fallbacks: Names = ()
+    fallbacks: Annotated[tuple[ModelName, ...], Meta(max_length=32)] = ()
+    fall_back_on: Annotated[tuple[Condition, ...], Meta(max_length=3)] = CONDITIONS
     defaults: Defaults = Defaults()
-    caps: Defaults = Defaults()
-    deprecated: Annotated[str, Meta(max_length=10)] = ""
+    caps: Caps = Caps()
+    deprecated: Day = ""
+    sunset: Day = ""
 
     @property
     def public_name(self) -> str:
         return self.id.removeprefix(f"{self.team}/") if self.team else self.id
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every served model that it names, once."""
+        return tuple(dict.fromkeys((*(target.model for target in self.targets), *self.fallbacks)))
 
 
 Entry = Organisation | Team | User | Key | Model | Alias

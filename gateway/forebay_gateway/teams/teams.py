@@ -5,6 +5,7 @@ It knows no HTTP; `sync` knows Redis.
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import BusError
@@ -13,6 +14,7 @@ from forebay_shared.settings import GatewaySettings
 from forebay_gateway.meter import Toll
 from forebay_gateway.teams.access import Access, Gatekeeper
 from forebay_gateway.teams.admin import Admin
+from forebay_gateway.teams.aliases import configured
 from forebay_gateway.teams.bookkeeper import Bookkeeper
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.directory import Directory
@@ -30,11 +32,18 @@ STALE_S = 60.0
 class Teams:
     """The directory, its mirror and its keys."""
 
-    def __init__(self, settings: GatewaySettings, publisher: Publisher, gateway: str) -> None:
-        self.directory = Directory()
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        publisher: Publisher,
+        gateway: str,
+        is_served: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """`is_served`: whether a worker serves a model of this name. Raises StartError."""
+        self.directory = Directory(configured(settings.alias))
         self.sync = DirectorySync(settings.redis_url, self.directory, settings.key_pepper)
         self.store = DirectoryStore(publisher, self.directory, self.sync)
-        self.admin = Admin(self.directory, self.store, self.sync)
+        self.admin = Admin(self.directory, self.store, self.sync, is_served)
         self.limiter = Limiter(publisher, self.directory)
         self.bookkeeper = Bookkeeper(settings.redis_url, gateway)
         self.reports = Reports(self.directory, self.bookkeeper)

@@ -14,12 +14,13 @@ from msgspec import Meta
 from forebay_gateway.api import vectors
 from forebay_gateway.api.decoding import decode
 from forebay_gateway.api.openai.schema import Count, TokenId
-from forebay_gateway.api.openai.turns import find_model, new_id
+from forebay_gateway.api.openai.turns import new_id
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.vectors import Ask, Made, VectorsAnswer
 from forebay_gateway.inputs import Cut, InputEncoder, Side
 from forebay_gateway.prompt import Renderers
 from forebay_gateway.teams.caller import Caller
+from forebay_gateway.teams.catalog import Catalog
 
 _MAX_INT32 = 2**31 - 1
 
@@ -60,17 +61,18 @@ _decoder = msgspec.json.Decoder(EmbeddingRequest)
 class EmbeddingService:
     """Makes a body an answer that is ready to run."""
 
-    def __init__(self, backend: Services, renderers: Renderers) -> None:
+    def __init__(self, backend: Services, renderers: Renderers, catalog: Catalog) -> None:
         self._backend = backend
+        self._catalog = catalog
         self._renderers = renderers
 
     async def embed(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
         """Raises ForebayError for everything that is wrong with the request."""
         request = await self._renderers.run(lambda: _request(body), len(body))
-        card = find_model(self._backend.roster, request.model, caller)
-        vectors.embedding_of(card)
+        card = self._catalog.find(request.model, caller)
+        vectors.embedding_of(card, request.model)
         if request.dimensions is not None:
-            vectors.check_dimensions(request.dimensions, card)
+            vectors.check_dimensions(request.dimensions, card, request.model)
         encoder = await vectors.input_encoder(self._renderers, card)
         inputs = await self._renderers.run(lambda: _inputs(request, encoder), len(body))
         ask = Ask(

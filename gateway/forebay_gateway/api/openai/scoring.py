@@ -16,12 +16,13 @@ from msgspec import Meta
 from forebay_gateway.api import vectors
 from forebay_gateway.api.decoding import decode
 from forebay_gateway.api.openai.embeddings import Priority, Truncation, cut_of, floats, usage
-from forebay_gateway.api.openai.turns import find_model, new_id
+from forebay_gateway.api.openai.turns import new_id
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.vectors import Ask, Made, VectorsAnswer, Write
 from forebay_gateway.inputs import Cut, InputEncoder, Side
 from forebay_gateway.prompt import Renderers
 from forebay_gateway.teams.caller import Caller
+from forebay_gateway.teams.catalog import Catalog
 
 _encode = msgspec.json.Encoder().encode
 
@@ -81,8 +82,9 @@ _PAIRS = (
 class ScoringService:
     """Makes a body an answer that is ready to run."""
 
-    def __init__(self, backend: Services, renderers: Renderers) -> None:
+    def __init__(self, backend: Services, renderers: Renderers, catalog: Catalog) -> None:
         self._backend = backend
+        self._catalog = catalog
         self._renderers = renderers
 
     async def score(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
@@ -140,8 +142,8 @@ class ScoringService:
         for name in Unsupported.__struct_fields__:
             if getattr(request, name) is not None:
                 raise UnsupportedError(f"{name} is not supported.", param=name)
-        card = find_model(self._backend.roster, request.model, caller)
-        vectors.embedding_of(card)
+        card = self._catalog.find(request.model, caller)
+        vectors.embedding_of(card, request.model)
         encoder = await vectors.input_encoder(self._renderers, card)
 
         def encode() -> list[list[int]]:

@@ -35,7 +35,7 @@ from forebay_gateway.api.openai.shapes import (
     TokenIds,
     UsageFields,
 )
-from forebay_gateway.api.openai.turns import Turn, Turns, find_generator, new_id, new_job, room
+from forebay_gateway.api.openai.turns import Turn, Turns, allowed, new_id, new_job, room
 from forebay_gateway.interpret import Reading
 from forebay_gateway.output import Vocabulary
 from forebay_gateway.prompt import Renderer, Truncation
@@ -50,7 +50,6 @@ class OpenAIService:
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
-        self._backend = turns.backend
         self._renderers = turns.renderers
 
     async def chat(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
@@ -77,7 +76,8 @@ class OpenAIService:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
         size = len(body)
         request = await self._renderers.run(lambda: decode_completion(body), size)
-        card = find_generator(self._backend.roster, request.model, caller)
+        card = self._turns.generator(request.model, caller)
+        request = allowed(request, card, caller)
         plan = _plan(request, card)
         renderer = await self._renderers.get(card)
         prompts, bad_words = await self._renderers.run(

@@ -6,9 +6,9 @@ template, its tools and its limits mean the same in each of them. It knows no an
 
 import secrets
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
-from forebay_shared.errors import InvalidRequestError, ModelNotFoundError, UnsupportedError
+from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from forebay_shared.models import CAP_GENERATE, CAP_GRAMMAR, ModelCard
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.template import Json
@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from forebay_gateway.api.answers import EARLY_S, Keeper, StreamedAnswer, WholeAnswer, Writer
 from forebay_gateway.api.openai import params
+from forebay_gateway.api.openai.bounds import bounded
 from forebay_gateway.api.openai.messages import conversation
 from forebay_gateway.api.openai.schema import ChatRequest, GenerationRequest
 from forebay_gateway.api.openai.tools import function_use, is_flat, tool_use
-from forebay_gateway.api.ports import Models, Services
+from forebay_gateway.api.ports import Services
 from forebay_gateway.api.transcript import Transcript
 from forebay_gateway.dispatch import Job
 from forebay_gateway.interpret import Interpreter, Reading
@@ -32,8 +33,11 @@ from forebay_gateway.prompt import (
     Truncation,
     context_length_error,
 )
-from forebay_gateway.teams.caller import Caller, unknown_model
+from forebay_gateway.teams.caller import Caller
+from forebay_gateway.teams.catalog import Catalog
 from forebay_gateway.tools.base import ToolUse
+
+R = TypeVar("R", bound=GenerationRequest)
 
 MAX_DOCUMENTS = 1024
 MAX_DOCUMENT_DEPTH = 8
@@ -69,6 +73,7 @@ class Turns:
         self,
         backend: Services,
         renderers: Renderers,
+        catalog: Catalog,
         interpreter: Interpreter | None = None,
         *,
         trusts_templates: bool = False,
@@ -77,6 +82,7 @@ class Turns:
         self.backend = backend
         self._trusts_templates = trusts_templates
         self.renderers = renderers
+        self.catalog = catalog
         self._interpreter = interpreter or Interpreter()
 
     async def prepare(
@@ -87,6 +93,7 @@ class Turns:
         Raises ForebayError for everything that is wrong with the request.
         """
         card, renderer, prompt, options, use = await self.render(request, caller, size)
+        request = allowed(request, card, caller)
         logprobs = params.chat_logprobs(request, card)
         words = params.bad_words(request, card)
         bad_words = await self.renderers.run(lambda: renderer.words(words), size) if words else ()
@@ -111,7 +118,7 @@ class Turns:
 
         Raises ForebayError for what is wrong with the messages, the tools or the template's values.
         """
-        card = find_generator(self.backend.roster, request.model, caller)
+        card = self.generator(request.model, caller)
         use = _use(request, card)
         options = _template_options(request, use, params.truncation(request, card))
         renderer = self._with_own_template(await self.renderers.get(card), request.chat_template)
@@ -135,6 +142,21 @@ class Turns:
                 param="chat_template",
             )
         return renderer.borrowing(template)
+
+    def generator(self, name: str, caller: Caller) -> ModelCard:
+        """The model that is to answer to a name.
+
+        Raises ModelNotFoundError, NoWorkerError, and UnsupportedError for one that generates no
+        text.
+        """
+        card = self.catalog.find(name, caller)
+        if CAP_GENERATE not in card.capabilities:
+            raise UnsupportedError(
+                f"The model '{name}' makes embeddings; it does not generate text. "
+                "Use /v1/embeddings.",
+                param="model",
+            )
+        return card
 
     def run(
         self,
@@ -176,26 +198,10 @@ class Turns:
         return StreamedAnswer(transcript, writer, open_streams, early_s, keeper)
 
 
-def find_model(roster: Models, name: str, caller: Caller) -> ModelCard:
-    """The card that serves `name` to the caller. Raises ModelNotFoundError that names it,
-    NoWorkerError.
-    """
-    caller.check_model(name)
-    try:
-        return roster.find(name)
-    except ModelNotFoundError:
-        raise unknown_model(name) from None
-
-
-def find_generator(roster: Models, name: str, caller: Caller) -> ModelCard:
-    """The same for a model that is to generate text; raises UnsupportedError when it does not."""
-    card = find_model(roster, name, caller)
-    if CAP_GENERATE not in card.capabilities:
-        raise UnsupportedError(
-            f"The model '{name}' makes embeddings; it does not generate text. Use /v1/embeddings.",
-            param="model",
-        )
-    return card
+def allowed(request: R, card: ModelCard, caller: Caller) -> R:
+    """The request as the name that it asks for lets it be, answered by the model of this card."""
+    alias = caller.route.alias if caller.route is not None else None
+    return request if alias is None else bounded(request, alias, card, caller.headers)
 
 
 def room(card: ModelCard, prompt: Sequence[int], param: str) -> int:

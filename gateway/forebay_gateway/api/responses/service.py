@@ -125,8 +125,9 @@ class ResponsesService:
             chat = chat_request(request, chat_messages(items, request.instructions))
             try:
                 turn = await prepared(chat)
-            except ContextLengthError:
-                if request.truncation != "auto":
+            except ContextLengthError as error:
+                longer = caller.route is not None and caller.route.leads_on(error)
+                if request.truncation != "auto" or longer:
                     raise
                 turn = await prepared(await fitting(self._turns, request, items, caller, size))
         except ForebayError as error:
