@@ -135,6 +135,9 @@ class ScriptedGeneration:
         self._open.discard(index)
         self._backend.stopped += 1
 
+    def reasoned(self, tokens: int) -> None:
+        self._backend.reasoned = tokens
+
     async def events(self) -> list[Event]:
         await asyncio.sleep(0)
         request_id = self.job.request_id
@@ -196,6 +199,7 @@ class ScriptedBackend:
     cancelled: list[str] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     stopped: int = 0
+    reasoned: int = 0
     teams: Teams | None = None
     generation_defaults: dict[str, float] = field(default_factory=dict)
     capabilities: frozenset[str] = frozenset(
@@ -325,7 +329,7 @@ class Api:
         fresh = self.backend
         fresh.script = lambda job, index: Play(fresh.answer)
         fresh.ready = fresh.known = True
-        fresh.stopped = 0
+        fresh.stopped = fresh.reasoned = 0
         fresh.cancelled.clear()
         fresh.jobs.clear()
 

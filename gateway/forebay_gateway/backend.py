@@ -162,6 +162,8 @@ async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
             reading.start("teams", backend.teams.sync.run())
             reading.start("janitor", backend.janitor.run())
             reading.start("books", backend.teams.bookkeeper.run())
+            for number, exporter in enumerate(backend.teams.exporters):
+                reading.start(f"export-{number}", exporter.run())
             backend.supervisors = (publishing, reading, backend.tasks)
             async with backend.tasks:
                 yield backend

@@ -92,6 +92,11 @@ class Generation(Attempts[Event]):
         else:
             self._leave("completed")
 
+    def reasoned(self, tokens: int) -> None:
+        """So many tokens of all sequences were thinking, so far."""
+        if self._meter is not None:
+            self._meter.reasoning_tokens = tokens
+
     def prompt(self) -> Prompt:
         return self._prompt
 
@@ -236,7 +241,8 @@ class Dispatcher:
     def settle_meter(self, meter: Meter, placement: Placement, outcome: Outcome) -> None:
         """Settles when the worker's figures are complete, at once or soon."""
         if meter.complete or meter.settled or (placement.over and outcome == "error"):
-            meter.settle(outcome)
+            # Whoever gets the last events now reads them first, so that thinking is counted.
+            asyncio.get_running_loop().call_soon(meter.settle, outcome)
             return
         tail = Tail(self._inbox, placement.box, meter, outcome, self._tails.discard)
         if not tail.over:

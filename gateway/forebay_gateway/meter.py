@@ -22,7 +22,9 @@ TAIL_S = 5.0
 class Receipt(Protocol):
     """An admitted request; see teams.limiter.Permit."""
 
-    def settle(self, usage: Usage, outcome: Outcome, attempts: int) -> None: ...
+    def settle(
+        self, usage: Usage, outcome: Outcome, attempts: int, reasoning_tokens: int = 0
+    ) -> None: ...
 
 
 class Toll(Protocol):
@@ -45,8 +47,10 @@ class Demand(NamedTuple):
 class Meter:
     """The `n` sequences of one admitted request, over all its attempts."""
 
-    __slots__ = ("_aborted", "_cached", "_done", "_n", "_positions", "_prompt", "_receipt",
-                 "_started", "_stopped", "attempts", "settled", "tailed")  # fmt: skip
+    __slots__ = (
+        "_aborted", "_cached", "_done", "_n", "_positions", "_prompt", "_receipt", "_started",
+        "_stopped", "attempts", "reasoning_tokens", "settled", "tailed",
+    )  # fmt: skip
 
     def __init__(self, receipt: Receipt, prompt_tokens: int, n: int) -> None:
         self._receipt = receipt
@@ -59,6 +63,8 @@ class Meter:
         self._aborted: set[int] = set()
         self._stopped: set[int] = set()
         self.attempts = 0
+        self.reasoning_tokens = 0
+        """What whoever reads the text takes for thinking; a worker cannot tell."""
         self.settled = False
         self.tailed = False
         """A tail will settle it."""
@@ -106,7 +112,8 @@ class Meter:
         """Settles with the best figures that there are. Once."""
         if not self.settled:
             self.settled = True
-            self._receipt.settle(self._usage(), outcome, max(1, self.attempts))
+            attempts = max(1, self.attempts)
+            self._receipt.settle(self._usage(), outcome, attempts, self.reasoning_tokens)
 
     def _usage(self) -> Usage:
         if not self._started:

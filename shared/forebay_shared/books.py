@@ -23,6 +23,7 @@ Outcome = Literal["completed", "cancelled", "error", "lost"]
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one request cost. `at` is when it ended, in seconds since 1970; `cost` is in billionths
     of the currency; `model` is the served one, `alias` the name that was asked for.
+    `reasoning_tokens` are those of the output that were thinking, as far as its gateway read it.
     """
 
     id: str
@@ -38,6 +39,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
     queued_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
@@ -103,7 +105,9 @@ def total(usages: list[Usage]) -> Usage:
     )
 
 
-def record_of(hold: Hold, usage: Usage, outcome: Outcome, attempts: int = 1) -> UsageRecord:
+def record_of(
+    hold: Hold, usage: Usage, outcome: Outcome, attempts: int = 1, reasoning_tokens: int = 0
+) -> UsageRecord:
     """The finished record of a request that ends now."""
     cached = min(usage.cached_tokens, usage.prompt_tokens)
     return msgspec.structs.replace(
@@ -114,6 +118,7 @@ def record_of(hold: Hold, usage: Usage, outcome: Outcome, attempts: int = 1) -> 
         input_tokens=usage.prompt_tokens,
         cached_tokens=cached,
         output_tokens=usage.completion_tokens,
+        reasoning_tokens=min(reasoning_tokens, usage.completion_tokens),
         queued_ms=round(usage.queued_ms, 1),
         prefill_ms=round(usage.prefill_ms, 1),
         decode_ms=round(usage.decode_ms, 1),

@@ -123,6 +123,8 @@ _HTTP = (
     "key_pepper",
     "trusted_proxy",
     "alias",
+    "usage_export",
+    "usage_export_format",
     "response_ttl_s",
     "response_store_bytes",
     "max_background_responses",

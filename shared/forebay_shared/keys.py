@@ -151,6 +151,16 @@ def ledger_cursor() -> str:
     return "fb:{teams}:cursor"
 
 
+def exports() -> str:
+    """Hash: target's hash -> the last record that it has, and when a gateway last named it."""
+    return "fb:{teams}:exports"
+
+
+def exporter_lease(target: str) -> str:
+    """String: the gateway that exports to a target now."""
+    return f"fb:{{teams}}:exporter:{target}"
+
+
 def book_of_hours(day: str) -> str:
     """Hash: the figures of each hour of a day (2026-12-31), by organisation down to alias."""
     return f"fb:{{teams}}:hours:{day}"

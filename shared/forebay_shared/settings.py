@@ -81,6 +81,13 @@ class GatewaySettings:
     allowed_origins: Annotated[
         tuple[str, ...], Meta(description="origin that browsers may call from; repeatable")
     ] = ()
+    usage_export: Annotated[
+        tuple[Secret, ...],
+        Meta(description="directory or database URL that usage records are copied to; repeatable"),
+    ] = ()
+    usage_export_format: Annotated[
+        Literal["jsonl", "csv"], Meta(description="form of the files in such a directory")
+    ] = "jsonl"
     response_ttl_s: Annotated[
         int, Meta(ge=0, description="seconds that a response is kept for later; 0: none is kept")
     ] = 604_800

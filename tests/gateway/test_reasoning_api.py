@@ -55,6 +55,7 @@ def test_thinking_and_answer_are_told_apart_for_every_grouping(api: Api, group: 
     assert answer.texts == {0: "Yes."}
     details = answer.usage["completion_tokens_details"]
     assert 0 < details["reasoning_tokens"] < answer.usage["completion_tokens"]
+    assert api.backend.reasoned == details["reasoning_tokens"], "the books know it too"
 
 
 def test_a_tag_that_the_template_opened_is_open(api: Api) -> None:

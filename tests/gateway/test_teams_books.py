@@ -81,7 +81,11 @@ async def test_every_way_to_end_is_on_the_books_once_with_what_the_worker_measur
         with workers(redis_server.url, 1, delay_ms=5):
             await wait_until(lambda: backend.roster.ready, 30)
             caller = await caller_of(backend, sent, [*BASICS, key, PRICED])
-            await run_job(backend, metered(backend, caller, tokens=7, n=2))
+            async with backend.dispatcher.generate(
+                metered(backend, caller, tokens=7, n=2)
+            ) as whole:
+                await answer(whole)
+                whole.reasoned(5)
             async with backend.dispatcher.generate(metered(backend, caller, tokens=500)) as left:
                 await answer(left, until=5)
             async with backend.dispatcher.generate(
@@ -109,6 +113,10 @@ async def test_every_way_to_end_is_on_the_books_once_with_what_the_worker_measur
                     break
                 await asyncio.sleep(0.05)
             assert await counted() == made
+            assert sum(record.reasoning_tokens for record in found.values()) == 5
+            assert all(
+                record.decode_ms > 0 for record in found.values() if record.output_tokens > 1
+            )
             outcomes = sorted(record.outcome for record in found.values())
             assert outcomes == ["cancelled", "cancelled", "completed", "completed"]
             for record in found.values():
@@ -127,6 +135,7 @@ async def test_every_way_to_end_is_on_the_books_once_with_what_the_worker_measur
             [row] = await keeper.report(Query(first=first, last=last, by=("team", "user")))
             assert row["output_tokens"] == made
             assert row["requests"] == 4
+            assert row["reasoning_tokens"] == 5
             assert row["cost"] == sum(record.cost for record in found.values())
 
 

@@ -38,6 +38,8 @@ class Running(Scope, Protocol):
 
     def stop(self, index: int) -> None: ...
 
+    def reasoned(self, tokens: int) -> None: ...
+
 
 class Encoding(Scope, Protocol):
     """See encoding.Encoding."""

@@ -150,6 +150,7 @@ class Transcript:
     ) -> None:
         for pump in self._pumps:
             pump.cancel()
+        self._tell_thinking()
         await self._stack.__aexit__(kind, error, trace)
 
     @property
@@ -268,6 +269,13 @@ class Transcript:
         update.reason = "tool_calls" if called and reason == "stop" else reason
         choice.ended = True
         self._open -= 1
+        self._tell_thinking()
+
+    def _tell_thinking(self) -> None:
+        """Thinking is told from the answer only where there is one prompt."""
+        tokens = self._reasoning_tokens
+        if tokens is not None and len(self._generations) == 1:
+            self._generations[0].reasoned(tokens)
 
 
 def _singles(event: Delta) -> Iterator[Delta]:

@@ -15,7 +15,16 @@ from forebay_shared.books import UsageRecord
 from forebay_shared.errors import InvalidRequestError
 
 DIMENSIONS = ("organisation", "team", "user", "key", "model", "alias")
-FIGURES = ("requests", "failed", "input_tokens", "cached_tokens", "output_tokens", "cost")
+FIGURES = (
+    "requests",
+    "failed",
+    "input_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "cost",
+    "reasoning_tokens",
+)
+"""In the order of their numbers in the books, from 1 on: new ones come last."""
 HOURS_LIFE_S, DAYS_LIFE_S = 40 * 86_400, 800 * 86_400
 """How long the books of hours and those of days are kept."""
 MAX_DAYS = 800
@@ -81,7 +90,8 @@ def cells_of(hour: int, place: Iterable[str]) -> tuple[Cell, Cell]:
 def figures_of(record: UsageRecord) -> Figures:
     failed = record.outcome in ("error", "lost")
     return [
-        1, int(failed), record.input_tokens, record.cached_tokens, record.output_tokens, record.cost
+        1, int(failed), record.input_tokens, record.cached_tokens, record.output_tokens,
+        record.cost, record.reasoning_tokens,
     ]  # fmt: skip
 
 

@@ -52,9 +52,12 @@ class Permit:
         self.standing = standing
         self.renewed_at = now
 
-    def settle(self, usage: Usage, outcome: Outcome, attempts: int) -> None:
+    def settle(
+        self, usage: Usage, outcome: Outcome, attempts: int, reasoning_tokens: int = 0
+    ) -> None:
         """Gives back what it reserved, charges what it used, and writes its record."""
-        self._limiter.settle(self.hold, record_of(self.hold, usage, outcome, attempts))
+        record = record_of(self.hold, usage, outcome, attempts, reasoning_tokens)
+        self._limiter.settle(self.hold, record)
 
 
 class Limiter:

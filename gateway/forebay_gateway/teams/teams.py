@@ -18,9 +18,11 @@ from forebay_gateway.teams.aliases import configured
 from forebay_gateway.teams.bookkeeper import Bookkeeper
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.exporter import Exporter
 from forebay_gateway.teams.limiter import Limiter
 from forebay_gateway.teams.reports import Reports
 from forebay_gateway.teams.secrets import Token
+from forebay_gateway.teams.sinks import open_sink
 from forebay_gateway.teams.store import DirectoryStore
 from forebay_gateway.teams.sync import DirectorySync
 from forebay_gateway.teams.toll import TeamToll
@@ -46,6 +48,15 @@ class Teams:
         self.admin = Admin(self.directory, self.store, self.sync, is_served)
         self.limiter = Limiter(publisher, self.directory)
         self.bookkeeper = Bookkeeper(settings.redis_url, gateway)
+        self.exporters = [
+            Exporter(
+                settings.redis_url,
+                gateway,
+                target,
+                open_sink(target, settings.usage_export_format),
+            )
+            for target in settings.usage_export
+        ]
         self.reports = Reports(self.directory, self.bookkeeper)
         self._gatekeeper = Gatekeeper(self.directory)
         self._always = settings.teams

@@ -1,0 +1,74 @@
+"""What the tasks of the books ask of Redis: answers without errors, a lease, records in order.
+
+Each task has a link of its own, so nobody waits behind its long answers.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+from forebay_shared import keys
+from forebay_shared.books import UsageRecord, decode_record
+from forebay_shared.link import PACKET_FIELD, Answer, Argument, Command, Link
+from forebay_shared.link import field as field_of
+from forebay_shared.scripts import Script
+from redis.exceptions import NoScriptError, ResponseError
+
+log = logging.getLogger(__name__)
+
+TRIP_S = 10.0
+
+
+async def ask(link: Link, commands: Sequence[Command]) -> list[Answer]:
+    """Answers in order. Raises one of LINK_ERRORS, for a refused command too."""
+    answers = await link.run(commands, TRIP_S)
+    for answer in answers:
+        if isinstance(answer, ResponseError):
+            raise answer
+    return answers
+
+
+async def run_script(
+    link: Link, script: Script, names: Sequence[str], arguments: Sequence[Argument]
+) -> Answer:
+    """A script's answer, by its hash or else by its text."""
+    rest = (len(names), *names, *arguments)
+    [answer] = await link.run([("EVALSHA", script.sha, *rest)], TRIP_S)
+    if isinstance(answer, NoScriptError):
+        [answer] = await ask(link, [("EVAL", script.text, *rest)])
+    elif isinstance(answer, ResponseError):
+        raise answer
+    return answer
+
+
+async def lead(link: Link, lease: str, who: str, lease_ms: int) -> bool:
+    """Takes or keeps a lease; False while another has it."""
+    taken = [("SET", lease, who, "NX", "PX", lease_ms), ("GET", lease)]
+    [_, holder] = await ask(link, cast("list[Command]", taken))
+    if holder != who.encode():
+        return False
+    await ask(link, [("PEXPIRE", lease, lease_ms)])
+    return True
+
+
+async def read_records(link: Link, after: str, count: int) -> list[tuple[str, UsageRecord | None]]:
+    """Entries of the records' stream behind one, oldest first; None for what cannot be read."""
+    start = f"({after}" if after else "-"
+    [answer] = await ask(link, [("XRANGE", keys.records(), start, "+", "COUNT", count)])
+    found: list[tuple[str, UsageRecord | None]] = []
+    for entry_id, fields in cast("list[tuple[bytes, list[bytes]]]", answer or []):
+        record = None
+        try:
+            record = decode_record(cast(bytes, field_of(fields, PACKET_FIELD)))
+        except (msgspec.DecodeError, TypeError):
+            log.warning("a usage record cannot be read: it is left out of the books")
+        found.append((entry_id.decode(), record))
+    return found
+
+
+async def now_ms(link: Link) -> int:
+    """The clock of Redis."""
+    [time] = await ask(link, [("TIME",)])
+    seconds, micros = cast("list[bytes]", time)
+    return int(seconds) * 1000 + int(micros) // 1000
