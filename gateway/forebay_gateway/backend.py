@@ -24,6 +24,7 @@ from forebay_gateway.prefix_index import PrefixIndex
 from forebay_gateway.roster import Roster
 from forebay_gateway.routing import Routing
 from forebay_gateway.store import Store
+from forebay_gateway.teams.metrics import TeamsCollector
 from forebay_gateway.teams.teams import Teams
 
 TICK_S = 0.25
@@ -41,6 +42,7 @@ class Backend:
         self.roster = Roster(self.publisher, self.telemetry)
         self.store = Store(self.publisher)
         self.teams = Teams(settings, self.publisher, self.gateway, self.roster.knows)
+        self.telemetry.registry.register(TeamsCollector(self.teams))
         self.reader = Reader(
             settings.redis_url,
             [self.inbox.feed(self.gateway), self.roster.feed(), self.teams.sync.feed()],

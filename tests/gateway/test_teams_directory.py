@@ -1,8 +1,11 @@
 """The directory: records, rights, and every gateway's mirror of what is in Redis."""
 
 import asyncio
+import re
+import tracemalloc
 
 import pytest
+from forebay_gateway.backend import Backend
 from forebay_gateway.teams import keymaker
 from forebay_gateway.teams.access import Gatekeeper
 from forebay_gateway.teams.checks import parse
@@ -10,6 +13,7 @@ from forebay_gateway.teams.directory import Directory, encode
 from forebay_gateway.teams.records import Entry, Key, Organisation, Team, place_of
 from forebay_gateway.teams.secrets import split
 from forebay_gateway.teams.store import Change
+from forebay_gateway.teams.sync import POLL_S, DirectorySync
 from forebay_shared import keys
 from forebay_shared.errors import (
     AuthenticationError,
@@ -241,12 +245,53 @@ async def test_unknown_keys_are_neither_remembered_nor_asked_for(
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
         await write(backend, BASICS)
         asked = redis_server.client.info("commandstats")
-        for number in range(100_000):
-            with pytest.raises(AuthenticationError):
-                backend.teams.identify(split(b"sk-fb-%012x-x" % number), "")
-        assert not backend.teams._gatekeeper._resolved
+        series = re.findall(r"^[^# ]+", await backend.metrics(), re.M)
+        refuse(backend, 1_000)
+        tracemalloc.start()
+        before = tracemalloc.take_snapshot()
+        refuse(backend, 100_000)
+        grown = tracemalloc.take_snapshot().compare_to(before, "filename")
+        tracemalloc.stop()
+        ours = [each for each in grown if "forebay_gateway/teams" in each.traceback[0].filename]
+        assert sum(each.size_diff for each in ours) < 10_000
+        assert re.findall(r"^[^# ]+", await backend.metrics(), re.M) == series
         after = redis_server.client.info("commandstats")
         assert asked.get("cmdstat_hget") == after.get("cmdstat_hget")
+
+
+def refuse(backend: Backend, count: int) -> None:
+    """Asks with so many keys that nobody knows."""
+    for number in range(count):
+        with pytest.raises(AuthenticationError):
+            backend.teams.identify(split(b"sk-fb-%012x-x" % number), "")
+
+
+async def test_a_key_ends_within_a_second_on_three_gateways_that_hear_no_push(
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectorySync, "receive", lambda *_: None)  # the push is cut
+    key, sent = key_of()
+    token = split(sent.encode())
+    assert token is not None
+    assert 2 * POLL_S < 1.0, "it is seen by one poll and fetched by the next"
+    async with gateways(redis_server.url, 3, wait_until) as backends:
+        await write(backends[0], [*BASICS, key])
+        for changed, error in (
+            (replace(key, disabled=True), PermissionDeniedError),
+            (key, None),
+            (None, AuthenticationError),
+        ):
+            polls = [backend.teams.sync.polls for backend in backends]
+            change = Change(place_of(key), changed)
+            revision = await backends[1].teams.store.write([change], who="test", what="{}")
+            for backend, before in zip(backends, polls, strict=True):
+                assert await backend.teams.sync.reached(revision, 30)
+                assert backend.teams.sync.polls - before <= 3, "one may have been under way"
+                if error is None:
+                    assert backend.teams.identify(token, "")
+                    continue
+                with pytest.raises(error):
+                    backend.teams.identify(token, "")
 
 
 async def test_a_mirror_that_is_too_old_says_neither_yes_nor_no(

@@ -39,7 +39,9 @@ Entry = tuple[str, UsageRecord]
 
 
 class Bookkeeper:
-    """One gateway's. `folded` counts the records that it has put into the books."""
+    """One gateway's. `folded` counts the records that it has put into the books, `lost` those of
+    requests that it gave up. `lag_s` and `stream_bytes` are of whoever keeps the books now.
+    """
 
     def __init__(self, url: str, gateway: str) -> None:
         self._url = url
@@ -50,6 +52,8 @@ class Bookkeeper:
         self._sweep_at = self._trim_at = 0.0
         self.folded = 0
         self.lost = 0
+        self.lag_s = 0.0
+        self.stream_bytes = 0
 
     async def run(self) -> None:
         """Works whenever the lease is free, for ever."""
@@ -59,6 +63,8 @@ class Bookkeeper:
                 try:
                     if await lead(self._link, keys.ledger_lease(), self._gateway, LEASE_MS):
                         await self._work()
+                    else:
+                        self.lag_s, self.stream_bytes = 0.0, 0
                     backoff.reset()
                     await asyncio.sleep(TICK_S)
                 except LINK_ERRORS as error:
@@ -107,10 +113,13 @@ class Bookkeeper:
     async def _work(self) -> None:
         while await self._fold_batch():
             pass
+        self.lag_s = 0.0
         now = asyncio.get_running_loop().time()
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_S
             await self._sweep()
+            [size] = await ask(self._link, [("MEMORY", "USAGE", keys.records())])
+            self.stream_bytes = cast(int, size or 0)
         if now >= self._trim_at:
             self._trim_at = now + TRIM_S
             await self._trim()
@@ -123,6 +132,7 @@ class Bookkeeper:
         entries = await read_records(self._link, at, BATCH)
         if not entries:
             return False
+        self.lag_s = max(0.0, (await now_ms(self._link) - _ms(entries[0][0])) / 1000)
         records = [record for _, record in entries if record is not None]
         names = [keys.ledger_cursor()]
         arguments: list[Argument] = [at, entries[-1][0], len(books.FIGURES)]
@@ -163,7 +173,7 @@ class Bookkeeper:
         [cursor, exports] = await ask(
             self._link, [("GET", keys.ledger_cursor()), ("HGETALL", keys.exports())]
         )
-        folded = int(cast(bytes, cursor or b"0-0").partition(b"-")[0])
+        folded = _ms(cast(bytes, cursor or b"0-0").decode())
         exported = oldest_wanted(cast("list[bytes]", exports), now // 1000)
         first = min(now - KEEP_MS, folded, folded if exported is None else exported)
         await ask(self._link, [("XTRIM", keys.records(), "MINID", first)])
@@ -183,6 +193,11 @@ class Bookkeeper:
                 await run_script(self._link, self._forget_script, [keys.uses()], old)
             if cursor == b"0":
                 return
+
+
+def _ms(entry: str) -> int:
+    """When an entry was written, by the clock of Redis."""
+    return int(entry.partition("-")[0])
 
 
 def _book(pairs: list[bytes]) -> dict[str, int]:

@@ -40,6 +40,11 @@ MAX_UNSETTLED = 65_536
 ADMIT_S = 2.0
 AGAIN_S = 2.0
 
+_SCOPES = ("key", "user", "team", "organisation", "model")
+_OUTCOMES = (("admitted", ""), ("unavailable", ""), *(("refused", scope) for scope in _SCOPES))
+_SETTLED = ("repeated", "settled", "late")
+"""What `settle.lua` answers; late: its hold was given up, or lost with a Redis."""
+
 
 class Permit:
     """An admitted request: settle it once, when it is over."""
@@ -72,7 +77,9 @@ class Limiter:
         self._generation = -1
         self._open: dict[str, Permit] = {}
         self._unsettled: OrderedDict[str, _Settlement] = OrderedDict()
-        self.refused = 0
+        self.admissions = dict.fromkeys(_OUTCOMES, 0)
+        """By outcome and the kind of scope that refused."""
+        self.settlements: dict[str, int] = dict.fromkeys(_SETTLED, 0)
         self.abandoned = 0
 
     def __len__(self) -> int:
@@ -93,6 +100,7 @@ class Limiter:
             BusError: Redis does not answer.
         """
         if not self._publisher.connected:
+            self.admissions["unavailable", ""] += 1
             raise _away()
         now = time.time()
         plan = self._plan(access, record.model, now)
@@ -109,6 +117,7 @@ class Limiter:
         try:
             answer = await self._ask(hold)
         except BaseException:  # it may have been admitted all the same
+            self.admissions["unavailable", ""] += 1
             self._enqueue(hold, record_of(hold, Usage(), "cancelled"), only_held=True)
             raise
         standing = Standing(
@@ -118,9 +127,10 @@ class Limiter:
             )
         )
         if answer[0] != 1:
-            self.refused += 1
             scope, limit, wait_ms = cast("list[int]", answer[7:10])
+            self.admissions["refused", plan.scopes[scope - 1].partition(" ")[0]] += 1
             raise _refused(plan.scopes[scope - 1], limit_name(limit), wait_ms / 1000, standing)
+        self.admissions["admitted", ""] += 1
         permit = Permit(self, hold, standing, now)
         self._open[record.id] = permit
         return permit
@@ -177,6 +187,7 @@ class Limiter:
         def answered(future: asyncio.Future[Value]) -> None:
             if not future.cancelled() and future.exception() is None:
                 self._unsettled.pop(entry.request_id, None)
+                self.settlements[_SETTLED[cast(int, future.result())]] += 1
 
         SETTLE.send(self._publisher, entry.names, entry.arguments).add_done_callback(answered)
 

@@ -1,12 +1,14 @@
 """Keeps the directory's mirror in step with Redis: loads it, follows the changes, and asks.
 
 A change is pushed on a stream, which the gateway's reader reads with the others. The revision is
-also asked for each second, over a connection of its own, so a push that is lost costs a second.
+also asked for 2.5 times a second, over a connection of its own; a change that was there the last
+time and has not come since is fetched, so a push that is lost costs 0.8 s and no more.
 It knows no HTTP.
 """
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Sequence
 from typing import cast
@@ -22,7 +24,7 @@ from forebay_gateway.teams.directory import Directory
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
+POLL_S = 0.4
 TRIP_S = 10.0
 SCAN_COUNT = 1_000
 
@@ -44,7 +46,15 @@ class DirectorySync:
         self._meanwhile: list[Changed] = []
         self.pepper = self._given_pepper
         self.fresh_at: float | None = None
+        self.polls = 0
         self.reloads = 0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the mirror was last known to be whole; infinite before it was."""
+        if self.fresh_at is None:
+            return math.inf
+        return asyncio.get_running_loop().time() - self.fresh_at
 
     def feed(self) -> Feed[Changed]:
         """The stream of changes, for the gateway's reader."""
@@ -58,7 +68,7 @@ class DirectorySync:
             self._follow(changes)
 
     async def run(self) -> None:
-        """Loads, then asks each second whether it still has everything; for ever."""
+        """Loads, then asks again and again whether it still has everything; for ever."""
         backoff = Backoff()
         try:
             while True:
@@ -99,10 +109,11 @@ class DirectorySync:
         before = self._directory.revision
         [answer] = await self._ask([("GET", keys.directory_revision())])
         revision = int(cast(bytes, answer or b"0"))
-        # A change that was there a second ago and is not here will come by no push; and a Redis
+        # A change that was there the last time and is not here will come by no push; and a Redis
         # that has fewer changes than we do has been put back.
         lags = self._directory.revision < self._polled or revision < before
         self._polled = revision
+        self.polls += 1
         if self.fresh_at is None or self._stale.is_set() or lags:
             await self._load()
         self.fresh_at = asyncio.get_running_loop().time()

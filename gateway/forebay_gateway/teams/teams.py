@@ -3,7 +3,6 @@
 It knows no HTTP; `sync` knows Redis.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -73,8 +72,7 @@ class Teams:
             AuthenticationError, PermissionDeniedError: it may not call.
             BusError: nobody can know now.
         """
-        fresh_at = self.sync.fresh_at
-        if fresh_at is None or asyncio.get_running_loop().time() - fresh_at > STALE_S:
+        if self.sync.age_s > STALE_S:
             raise BusError("Keys cannot be checked now. Please retry.", retry_after_s=2.0)
         access = self._gatekeeper.open(token, self.sync.pepper, time.time(), client)
         return Caller(access.engine_team, access, self)

@@ -4,7 +4,7 @@
 -- ARGV: now in ms (0: this server's clock), id, input, output and cost that were reserved, then that
 -- were used, how long settled ids are kept in ms, the stream's length, 'held' when only an open hold
 -- may be settled, the record, the plan; PLAN and STATE as in admit.lua.
--- Returns 1, or 0 when it was settled before.
+-- Returns 1; 2 when there was no hold any more; 0 when it was settled before.
 local MINUTE, DAY, FORM, BUDGET = 60000, 86400000, '<dddddddddd', '<ddd'
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -77,4 +77,4 @@ for i = 6, #KEYS do
   redis.call('ZREM', KEYS[i], id)
 end
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[10], '*', 'p', ARGV[12])
-return 1
+return 2 - back
