@@ -7,6 +7,7 @@ import json
 import random
 from collections import OrderedDict
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fleet import Request
 
 BLOCK = 512
 """Tokens of a block in Mooncake's traces, and in the simulation."""
+TICK_S = 3.0
 GROUPS = 150
 PREFIX = 6_144
 WORKLOADS = ("conversation", "synthetic", "azure")
@@ -25,7 +27,9 @@ def load(folder: Path, workload: str, limit: int, seed: int, groups: int = GROUP
     if workload == "azure":
         return _azure(folder / "azure_llm_2023_conv.csv.gz", limit, random.Random(seed), groups)
     with gzip.open(folder / f"mooncake_{workload}.jsonl.gz", "rt") as lines:
-        return [_mooncake(json.loads(line)) for line in itertools.islice(lines, limit)]
+        source = random.Random(seed)
+        requests = [_mooncake(json.loads(line), source) for line in itertools.islice(lines, limit)]
+    return sorted(requests, key=attrgetter("at"))
 
 
 def faster(requests: list[Request], factor: float) -> list[Request]:
@@ -57,10 +61,13 @@ def block_hash(number: int) -> int:
     return number ^ number >> 31
 
 
-def _mooncake(row: dict[str, Any]) -> Request:
+def _mooncake(row: dict[str, Any], source: random.Random) -> Request:
+    """At a moment within TICK_S of its time: the trace's clock ticks in steps of three seconds, and
+    requests that come at one instant cannot be told of each other, whatever the gateways share."""
     length = int(row["input_length"])
     chain = [block_hash(number) for number in row["hash_ids"][: (length - 1) // BLOCK]]
-    return Request(row["timestamp"] / 1000, length, int(row["output_length"]), chain)
+    at = row["timestamp"] / 1000 + source.uniform(0, TICK_S)
+    return Request(at, length, int(row["output_length"]), chain)
 
 
 def _azure(path: Path, limit: int, source: random.Random, groups: int) -> list[Request]:
