@@ -248,6 +248,53 @@ def test_a_token_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         runner.launch([ScheduledRow(row, 1, True)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [200, 3])
+def test_scores_of_a_prompt_are_those_of_the_plain_decoder_beside_rows_that_decode(
+    dtype: str, chunk: int, tmp_path: Path
+) -> None:
+    path = directory("qwen3", tmp_path)
+    runner = make_runner(path, dtype)
+    text, other = torch.randint(VOCAB, (10,)).tolist(), torch.randint(VOCAB, (4,)).tolist()
+    asked = SamplingParams(temperature=0, prompt_logprobs=3)
+    row, beside = make_sequence(text, [0], asked), make_sequence(other, [1], GREEDY)
+    row.scores_prompt = True
+    [first] = runner.execute([ScheduledRow(beside, len(other), True)])
+    found, sampled, said = [], None, [first]
+    while sampled is None:
+        beside.num_computed = len(beside.token_ids)
+        beside.token_ids.append(said[-1].token_id)
+        num_new = min(chunk, len(text) - row.num_computed)
+        ends = row.num_computed + num_new == len(text)
+        plan = [
+            ScheduledRow(beside, 1, True),
+            ScheduledRow(row, num_new, ends, row.to_score(num_new)),
+        ]
+        launched = runner.launch(plan)
+        assert not launched.may_wait or not plan[1].scored
+        with_beside, of_row = launched.results()
+        said.append(with_beside)
+        if of_row is not None:
+            found += of_row.scores
+            sampled = of_row if ends else None
+        row.num_computed += num_new
+        row.num_scored = min(row.num_computed, len(text) - 1)
+    wanted = true_logits(runner, path, dtype, text).log_softmax(-1)
+    near = 1e-3 if dtype == "float32" else 0.1
+    assert len(found) == len(text) - 1
+    for entry, logprobs, token in zip(found, wanted, text[1:], strict=False):
+        assert abs(entry.logprob - float(logprobs[token])) < near
+        assert len(entry.top) == 3
+        for token_id, value in entry.top:
+            assert abs(value - float(logprobs[token_id])) < near
+        if dtype == "float32":
+            assert entry.rank == int((logprobs > logprobs[token]).sum()) + 1
+            assert [each for each, _ in entry.top] == logprobs.topk(3).indices.tolist()
+    alone = make_sequence(text, [2], GREEDY)
+    [plain] = runner.execute([ScheduledRow(alone, len(text), True)])
+    assert dtype != "float32" or plain.token_id == sampled.token_id
+
+
 def test_a_prefix_in_the_cache_is_as_good_as_a_prefill(tmp_path: Path) -> None:
     runner = make_runner(directory("qwen3", tmp_path), "float32")
     text = torch.randint(VOCAB, (100,)).tolist()

@@ -34,7 +34,7 @@ def test_a_leaver_is_replaced_by_the_last_and_nobody_else_moves() -> None:
     into, rows = inputs(), [decode_row(5, 10 * at) for at in range(4)]
     assert into.fill(rows, 4, StepShape(4)).places.tolist() == [0, 1, 2, 3]
     left = [rows[0], rows[2], rows[3]]
-    places, _ = into.fill(left, 3, StepShape(4))
+    places = into.fill(left, 3, StepShape(4)).places
     assert places.tolist() == [0, 2, 1]
     assert into.arrays["sources"][:3].tolist() == [0, 3, 2]
     assert into.arrays["kv_lens"][:4].tolist() == [6, 6, 6, 0]
@@ -66,7 +66,7 @@ def test_a_prefill_hands_its_token_to_the_row_that_decodes_next() -> None:
     sequence.block_table = [3, 4]
     other = decode_row(2, 6)
     shape = StepShape(2, 8, 2)
-    places, _ = into.fill([other, ScheduledRow(sequence, 5, True)], 1, shape)
+    places = into.fill([other, ScheduledRow(sequence, 5, True)], 1, shape).places
     assert places.tolist() == [0, 2]
     arrays = into.arrays
     assert arrays["token_ids"][2:7].tolist() == [1, 2, 3, 4, 5]
@@ -103,6 +103,22 @@ def test_rows_for_the_host_are_named() -> None:
     assert into.fill(rows, 3, StepShape(4)).on_host == [1]
 
 
+def test_scored_positions_are_found_where_their_tokens_lie() -> None:
+    into = inputs()
+    long, short = make_sequence(list(range(9))), make_sequence(list(range(6)))
+    long.block_table, short.block_table = [3, 4, 5], [7, 8]
+    long.num_computed, short.num_computed = 2, 4
+    rows = [
+        decode_row(2, 0),
+        ScheduledRow(short, 1, False, range(4, 5)),
+        ScheduledRow(long, 5, False, range(3, 7)),
+    ]
+    filled = into.fill(rows, 2, StepShape(4, 8, 2))
+    assert filled.scored.tolist() == [1, 5, 6, 7, 8]
+    assert into.arrays["token_ids"][filled.scored].tolist() == [4, 3, 4, 5, 6]
+    assert len(into.fill(rows[:1], 1, StepShape(1)).scored) == 0
+
+
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, 9), st.lists(st.integers(0, 5), max_size=3)), max_size=12
@@ -121,7 +137,7 @@ def test_the_cards_tables_are_the_sequences_whoever_comes_and_goes(
         while len(running) < min(newcomers, 8):
             running.append(decode_row(3 + block % 9, block))
             block += 10
-        places, _ = into.fill(running, len(running), StepShape(8))
+        places = into.fill(running, len(running), StepShape(8)).places
         at, blocks = into.take_cells()
         assert len(set(at.tolist())) == len(at), "a cell is sent twice"
         card[at] = blocks

@@ -154,8 +154,13 @@ def test_a_prompt_with_a_nan_fails_alone(engine: Runner, monkeypatch: pytest.Mon
 
     def poisoned(rows, results, given):
         bad = [row.sequence.request_id == "bad" for row in rows for _ in row.scored]
-        given[torch.tensor(bad)] = logits
-        return real(rows, results, given)
+
+        def spoilt(start: int, stop: int) -> torch.Tensor:
+            piece = given(start, stop).clone()
+            piece[torch.tensor(bad[start:stop])] = logits
+            return piece
+
+        return real(rows, results, spoilt)
 
     monkeypatch.setattr(runner, "add_scores", poisoned)
     messages = run(

@@ -5,8 +5,10 @@ from collections import Counter
 
 import numpy as np
 import torch
+from engine_fakes import make_submit
 from forebay_shared.sampling import SamplingParams
 from forebay_worker.engine import noise
+from forebay_worker.engine.intake import Limits, sequences_of
 from forebay_worker.engine.sampler import sample
 from forebay_worker.engine.sequence import Sequence
 from forebay_worker.kernels import noise as kernel_noise
@@ -180,3 +182,15 @@ def test_a_wide_nucleus_is_searched_to_its_end() -> None:
     cut = {one.token_id for one in sample(slope.repeat(300, 1), each)}
     assert max(flat) > 4900
     assert 0.95 * kept < max(cut) < kept
+
+
+def test_allowed_ids_are_made_an_array_once_for_all_of_a_requests_sequences() -> None:
+    limits = Limits(vocab_size=VOCAB, max_model_len=64)
+    asked = SamplingParams(allowed_token_ids=(3, 5), temperature=0)
+    submit = make_submit("r", [1, 2], sampling=asked, n=3)
+    first, *others = sequences_of(submit, limits, 0.0)
+    assert all(each.allowed_ids() is first.allowed_ids() for each in others)
+    logits = torch.arange(VOCAB, dtype=torch.float32).repeat(2, 1)
+    for _ in range(2):
+        assert [one.token_id for one in sample(logits.clone(), [first, others[0]])] == [5, 5]
+    assert all(each.allowed_ids() is first.allowed_ids() for each in others)

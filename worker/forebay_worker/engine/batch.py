@@ -4,7 +4,7 @@ flattened form that the model reads.
 It knows neither how rows are chosen nor how they are computed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,6 +42,10 @@ class SequenceState(Protocol):
 
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that must not be sampled in this step (end tokens before `min_tokens`)."""
+        ...
+
+    def allowed_ids(self) -> IntArray | None:
+        """The only ids that its client allows, the same in every step; None: all."""
         ...
 
     def allowed_mask(self) -> bytes | None:
@@ -147,7 +151,7 @@ def flatten(rows: Sequence[ScheduledRow], block_size: int) -> StepInput:
     tables = _block_tables(rows)
     logits_at = starts[1:][np.array([row.samples for row in rows], bool)] - 1
     if any(row.scored for row in rows):
-        logits_at = np.concatenate([logits_at, *_scored_at(rows, starts)])
+        logits_at = np.concatenate([logits_at, scored_at(rows, starts[:-1])])
     return StepInput(
         num_decodes=num_decodes,
         token_ids=np.array(tokens, np.int64),
@@ -160,10 +164,14 @@ def flatten(rows: Sequence[ScheduledRow], block_size: int) -> StepInput:
     )
 
 
-def _scored_at(rows: Sequence[ScheduledRow], starts: IntArray) -> Iterator[IntArray]:
-    """Flat indexes of each row's scored positions."""
-    for row, start in zip(rows, starts[:-1], strict=True):
-        yield np.array(row.scored, np.int64) - row.sequence.num_computed + start
+def scored_at(rows: Sequence[ScheduledRow], starts: IntArray) -> IntArray:
+    """Flat indexes of the rows' scored positions; each row's tokens begin at one of `starts`."""
+    return np.concatenate(
+        [
+            np.array(row.scored, np.int64) - row.sequence.num_computed + start
+            for row, start in zip(rows, starts, strict=True)
+        ]
+    )
 
 
 def _block_tables(rows: Sequence[ScheduledRow]) -> IntArray:

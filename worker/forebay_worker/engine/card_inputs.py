@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forebay_worker.engine import card_sampling
-from forebay_worker.engine.batch import IntArray, ScheduledRow, SequenceState
+from forebay_worker.engine.batch import IntArray, ScheduledRow, SequenceState, scored_at
 from forebay_worker.engine.staging import Array, Fields, Layout
 
 
@@ -47,10 +47,12 @@ class StepShape(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """places: of each row's result among the step's. on_host: rows that the host must sample."""
+    """places: of each row's result among the step's. on_host: rows that the host must sample.
+    scored: flat indexes of the positions that the rows ask to score."""
 
     places: IntArray
     on_host: list[int]
+    scored: IntArray
 
 
 class StepInputs:
@@ -90,7 +92,13 @@ class StepInputs:
         places = np.concatenate((self._places, chunks))
         asked = np.flatnonzero(self._host[places]).tolist()
         on_host = [at for at in asked if rows[at].samples and _for_host(rows[at].sequence)]
-        return Filled(places, on_host)
+        return Filled(places, on_host, self._scored_at(rows, places))
+
+    def _scored_at(self, rows: Sequence[ScheduledRow], places: IntArray) -> IntArray:
+        if not any(row.scored for row in rows):
+            return places[:0]
+        chunks = [row.num_new > 1 for row in rows]
+        return scored_at(rows, np.where(chunks, self.arrays["starts"][places], places))
 
     def take_cells(self) -> tuple[IntArray, IntArray]:
         """Cells of the flat block tables that have changed, and their blocks."""

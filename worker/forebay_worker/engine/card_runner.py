@@ -13,7 +13,7 @@ import torch
 from forebay_shared.settings import WorkerSettings
 
 from forebay_worker.engine import loading
-from forebay_worker.engine.batch import Sampled, ScheduledRow
+from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
 from forebay_worker.engine.card_inputs import StepInputs, StepShape
 from forebay_worker.engine.card_sampling import CardSampler, CardStep
 from forebay_worker.engine.card_steps import (
@@ -24,6 +24,7 @@ from forebay_worker.engine.card_steps import (
     mixed_shapes,
 )
 from forebay_worker.engine.loading import GIB, dtype_of
+from forebay_worker.engine.scoring import Logits
 from forebay_worker.kernels.card import CardOps
 from forebay_worker.kernels.reference import KvCache
 from forebay_worker.models.config import ModelConfig, ModelError
@@ -40,7 +41,7 @@ _GRAPH_BYTES = 6 * 2**20  # set aside for each graph, beyond the buffers that th
 class CardRunner:
     """Computes steps of one model. `num_blocks` blocks of `block_size` positions hold the KV."""
 
-    scores_prompts = False
+    scores_prompts = True
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class CardRunner:
         return str(self._dtype).removeprefix("torch.")
 
     def execute(self, rows: list[ScheduledRow]) -> list[Sampled | None]:
-        """One result per row, None where the row does not sample. Decode rows come first."""
+        """One result per row, None where it neither samples nor scores. Decode rows come first."""
         return self.launch(rows).results()
 
     @torch.inference_mode()
@@ -91,13 +92,22 @@ class CardRunner:
         tokens = sum(row.num_new for row in rows[decodes:])
         shape = self._steps.shape(decodes, tokens, len(rows) - decodes)
         try:
-            places, on_host = self._inputs.fill(rows, decodes, shape)
+            places, on_host, scored = self._inputs.fill(rows, decodes, shape)
             self._steps.set_cells(*self._inputs.take_cells())
-            self._steps.run(shape, self._inputs.arrays)
-            return CardStep(rows, places, on_host, self._sampler)
+            logits = self._run(shape, scored)
+            return CardStep(rows, places, on_host, self._sampler, logits)
         except Exception:
             self._inputs.clear()  # what the card has of it is not known
             raise
+
+    def _run(self, shape: StepShape, scored: IntArray) -> Logits | None:
+        """Starts the step; the logits of its scored positions, where there are any."""
+        arrays, steps = self._inputs.arrays, self._steps
+        if not len(scored):
+            steps.run(shape, arrays)
+            return None
+        hidden = steps.run_scored(shape, arrays, scored)
+        return lambda start, stop: steps.logits_of(hidden[start:stop])
 
     def _load(self, checkpoint: Path, settings: WorkerSettings) -> None:
         config = self.config

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
 from forebay_worker.engine.sampler import sample as sample_on_host
+from forebay_worker.engine.scoring import Logits, add_scores
 from forebay_worker.engine.staging import Fetched, Fields, Harvest
 from forebay_worker.kernels.sampling import SamplingRows, SamplingScratch, make_scratch, sample
 
@@ -98,7 +99,8 @@ class CardSampler:
 
 class CardStep:
     """A launched step. `places` of the rows' results; the host samples rows `on_host`, whose logits
-    are there until the next launch."""
+    are there until the next launch. `scored` gives the logits of what is to be scored, if any is.
+    """
 
     def __init__(
         self,
@@ -106,18 +108,19 @@ class CardStep:
         places: IntArray,
         on_host: list[int],
         sampler: CardSampler,
+        scored: Logits | None = None,
     ) -> None:
         self._rows, self._places, self._on_host = rows, places, on_host
-        self._sampler = sampler
+        self._sampler, self._scored = sampler, scored
         self._fetched = sampler.fetch()
 
     @property
     def may_wait(self) -> bool:
-        return not self._on_host
+        return not self._on_host and self._scored is None
 
     @torch.inference_mode()
     def results(self) -> list[Sampled | None]:
-        """Waits for the step; one result per row, None where the row does not sample."""
+        """Waits for the step; one result per row, None where it neither samples nor scores."""
         arrays = self._fetched.arrays()
         tokens: list[int] = arrays["tokens"][self._places].tolist()
         corrupt: list[int] = arrays["corrupt"][self._places].tolist()
@@ -132,4 +135,4 @@ class CardStep:
             sequences = [self._rows[each].sequence for each in self._on_host]
             for each, again in zip(self._on_host, sample_on_host(chosen, sequences), strict=True):
                 results[each] = again
-        return results
+        return results if self._scored is None else add_scores(self._rows, results, self._scored)

@@ -116,6 +116,18 @@ class CardSteps:
         else:
             replay()
 
+    def run_scored(self, shape: StepShape, arrays: dict[str, Array], scored: IntArray) -> Tensor:
+        """The same, kernel by kernel, for a step whose hidden states are wanted, of the tokens at
+        the flat indexes `scored`: [scored, hidden]. A graph keeps its own to itself."""
+        layout = shape.layout
+        self._staging.send(layout, arrays)
+        hidden = self._compute(shape, self._staging.tensors(layout))
+        return hidden[torch.from_numpy(scored).to(hidden.device)]
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """float32 logits of some hidden states."""
+        return self._decoder.head(hidden).float()
+
     def set_cells(self, at: IntArray, blocks: IntArray) -> None:
         """Sets cells of the flat block tables, before the next step reads them."""
         size = _CELLS[-1]
@@ -133,7 +145,8 @@ class CardSteps:
         sent = self._cell_staging.tensors(layout)
         self._tables.view(-1).scatter_(0, sent["at"], sent["blocks"])
 
-    def _compute(self, shape: StepShape, arrays: dict[str, Tensor]) -> None:
+    def _compute(self, shape: StepShape, arrays: dict[str, Tensor]) -> Tensor:
+        """The hidden states of all tokens; what is sampled of them is the sampler's."""
         if shape.decodes:
             take_tokens(arrays["token_ids"], self._sampler.tokens, arrays["sources"])
         step = Step(
@@ -149,8 +162,10 @@ class CardSteps:
             host_kv_lens=[],
         )
         self._ops.begin(step)
-        self._decoder.logits(step, self._cache, self._sampler.logits[: shape.rows])
+        hidden = self._decoder.hidden(step, self._cache)
+        self._decoder.head(hidden[step.logits_at], self._sampler.logits[: shape.rows])
         self._sampler.launch(shape.rows, arrays)
+        return hidden
 
 
 def _stretched(array: IntArray, size: int) -> IntArray:

@@ -78,7 +78,9 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
         )
         for at, start in enumerate(submit.starts)
     ]
+    allowed = sequences[0].allowed_ids()
     for sequence, start in zip(sequences, submit.starts, strict=True):
+        sequence.allowed = allowed
         if start.emitted:
             sequence.own()
             sequence.token_ids += checked_ids(start.emitted, "emitted", limits.vocab_size)

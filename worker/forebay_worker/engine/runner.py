@@ -76,7 +76,10 @@ class Runner:
         count = len(sampling)
         sampled = iter(sample(logits[:count], sampling) if sampling else ())
         results = [next(sampled) if row.samples else None for row in rows]
-        return add_scores(rows, results, logits[count:]) if len(logits) > count else results
+        if len(logits) == count:
+            return results
+        scored = logits[count:]
+        return add_scores(rows, results, lambda start, stop: scored[start:stop])
 
     def _warm_up(self) -> None:
         """One token through block 0, which nobody owns yet: what compiles at first use does so now.

@@ -99,8 +99,8 @@ def _token_logprobs(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
 def _mask(logits: Tensor, sequence: SequenceState) -> None:
     """In place: what the client and the engine allow, favour and punish."""
     params = sequence.sampling
-    if params.allowed_token_ids:
-        allowed = torch.tensor(params.allowed_token_ids)
+    if (ids := sequence.allowed_ids()) is not None:
+        allowed = torch.from_numpy(ids)
         kept = logits[allowed]
         logits.fill_(-math.inf)
         logits[allowed] = kept

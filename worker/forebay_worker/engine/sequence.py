@@ -6,9 +6,11 @@ core each change the part that is theirs.
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import FinishReason
 
+from forebay_worker.engine.batch import IntArray
 from forebay_worker.engine.grammar import Matcher
 
 _MASK = 2**64 - 1
@@ -45,6 +47,7 @@ class Sequence:
         num_pending: tokens that launched steps sample and that are not in `token_ids` yet.
         num_served: positions that its team has been charged for; the waiting queue's.
         queued_tokens: tokens that it would have to prefill, for the load report.
+        allowed: its sampling's allowed_token_ids as an array, once it was asked for.
         matcher: where its output is in its grammar, if it has one.
         scores_prompt: whether its request's prompt_logprobs are for this sequence to compute.
         num_scored: positions after which the prompt's next token has been scored.
@@ -76,6 +79,7 @@ class Sequence:
     num_served: int = 0
     preempted: bool = False
     queued_tokens: int = 0
+    allowed: IntArray | None = None
     matcher: Matcher | None = None
     scores_prompt: bool = False
     num_scored: int = 0
@@ -144,6 +148,14 @@ class Sequence:
             head <= self.num_output
             and tuple(self.token_ids[len(self.token_ids) - head :]) == (word[:-1])
         )
+
+    def allowed_ids(self) -> IntArray | None:
+        """The only ids that may be sampled, whatever else is asked; None: all. Made once, for they
+        may be as many as the vocabulary."""
+        asked = self.sampling.allowed_token_ids
+        if self.allowed is None and asked is not None:
+            self.allowed = np.array(asked, np.int64)
+        return self.allowed
 
     def allowed_mask(self) -> bytes | None:
         """What its grammar allows now, as `Matcher.mask` says it; None without a grammar."""

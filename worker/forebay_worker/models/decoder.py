@@ -123,15 +123,19 @@ class Decoder:
 
     def logits(self, step: Step, cache: KvCache, out: Tensor | None = None) -> Tensor:
         """The same in the type of the weights, written to `out` where that is given."""
-        hidden = self._forward(step, cache)
-        return self._head.of_norm(self._norm, hidden[step.logits_at], out)
+        return self.head(self.hidden(step, cache)[step.logits_at], out)
+
+    def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The logits of some rows of `hidden`, in the type of the weights."""
+        return self._head.of_norm(self._norm, hidden, out)
 
     def states(self, step: Step, cache: KvCache) -> Tensor:
         """The final states, normed, of the tokens that `step.logits_at` names: [S, hidden]."""
-        hidden = self._forward(step, cache)
+        hidden = self.hidden(step, cache)
         return reference.rms_norm(hidden[step.logits_at], self._norm.weight, self._norm.eps)
 
-    def _forward(self, step: Step, cache: KvCache) -> Tensor:
+    def hidden(self, step: Step, cache: KvCache) -> Tensor:
+        """What the last layer leaves of every token: [T, hidden]."""
         hidden = functional.embedding(step.token_ids, self._embedding)
         for number, layer in enumerate(self._layers):
             hidden = layer.attention(hidden, step, cache.layer(number))
