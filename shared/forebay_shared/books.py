@@ -80,13 +80,17 @@ encode_record = msgspec.json.Encoder().encode
 decode_record = msgspec.json.Decoder(UsageRecord).decode
 
 
-def admission(hold: Hold, now_ms: int = 0) -> tuple[list[str], list[Argument]]:
-    """Keys and arguments of the script `admit`. `now_ms` 0: by the clock of Redis."""
+def admission(
+    hold: Hold, now_ms: int = 0, *, started: bool = False
+) -> tuple[list[str], list[Argument]]:
+    """Keys and arguments of the script `admit`. `now_ms` 0: by the clock of Redis; `started`: the
+    request runs already, whatever the limits say.
+    """
     plan = bytes(hold.plan)
     names = [keys.open_requests(), keys.holds(), keys.uses(), *hold.slots]
     arguments: list[Argument] = [
         now_ms, hold.record.id, keys.HOLD_MS, hold.input_tokens, hold.output_tokens, hold.cost,
-        _encode(hold)[: -len(plan)], plan,
+        _encode(hold)[: -len(plan)], plan, "started" if started else "",
     ]  # fmt: skip
     return names, arguments
 
@@ -144,7 +148,7 @@ def settlement(
     ]
     arguments: list[Argument] = [
         now_ms, record.id, hold.input_tokens, hold.output_tokens, hold.cost, record.input_tokens,
-        record.output_tokens, record.cost, 2_000 * keys.SETTLED_S, keys.RECORDS_MAXLEN,
+        record.output_tokens, record.cost, 1_000 * keys.SETTLED_KEEP_S, keys.RECORDS_MAXLEN,
         "held" if only_held else "", encode_record(record), bytes(hold.plan),
     ]  # fmt: skip
     return names, arguments

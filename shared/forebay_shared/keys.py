@@ -88,7 +88,8 @@ CHANGES_MAXLEN = 4_096
 HOLD_MS = 30_000
 """An admitted request is taken for lost when its gateway has not renewed it for so long."""
 SETTLED_S = 60
-"""A repeated settlement is known for so long at least."""
+SETTLED_KEEP_S = 900
+"""A settlement is known for so long, against repeats, in sets of SETTLED_S each."""
 RECORDS_MAXLEN = 1_000_000
 AUDIT_MAXLEN = 100_000
 

@@ -19,7 +19,7 @@ from forebay_gateway.teams.records import Budget, Entry, Limits, Model, Price, T
 from forebay_gateway.teams.secrets import split
 from forebay_shared import keys
 from forebay_shared.books import UsageRecord, decode_record
-from forebay_shared.errors import BusError, RateLimitError
+from forebay_shared.errors import AuthenticationError, BusError, RateLimitError
 from forebay_shared.wire import Usage
 from hypothesis import given
 from hypothesis import strategies as st
@@ -257,6 +257,53 @@ async def test_a_settlement_waits_for_a_redis_that_is_away_and_counts_once(
             await wait_until(lambda: backend.teams.limiter.unsettled == 0, 15)
             assert len(records(redis_server)) == 1
             await toll.admit("three", 3, 10)
+
+
+@pytest.mark.chaos
+async def test_with_redis_away_a_team_goes_on_by_its_policy_within_what_it_had_left(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    limits = Limits(requests_per_minute=5, tokens_per_minute=10_000)
+    goes_on = Team(id="red", organisation="acme", limits=limits, on_outage="continue")
+    spends = Team(
+        id="green", organisation="acme", on_outage="continue", budgets=(Budget(amount=1),)
+    )
+    pairs = {team: key_of(team) for team in ("red", "blue", "green")}
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        with workers(redis_server.url, 1):
+            await wait_until(lambda: backend.roster.ready, 60)
+            await write(backend, [*BASICS, goes_on, spends, *(key for key, _ in pairs.values())])
+            for _, sent in pairs.values():
+                await run_job(backend, metered(backend, await caller_of(backend, sent)))
+            await wait_until(lambda: backend.teams.limiter.unsettled == 0)
+            redis_server.kill()
+            await wait_until(lambda: not backend.publisher.connected)
+            for team in ("blue", "green"):  # its policy says no; a budget is not known here
+                with pytest.raises(BusError) as refused:
+                    await run_job(
+                        backend, metered(backend, await caller_of(backend, pairs[team][1]))
+                    )
+                assert refused.value.retry_after_s
+            with pytest.raises(AuthenticationError):
+                await caller_of(backend, key_of()[1])
+            caller = await caller_of(backend, pairs["red"][1])
+            running = [
+                asyncio.create_task(run_job(backend, metered(backend, caller))) for _ in range(6)
+            ]
+            await wait_until(lambda: any(task.done() for task in running))
+            assert len(backend.teams.limiter) == 4, "four of five were left"
+            redis_server.start()
+            outcomes = await asyncio.gather(*running, return_exceptions=True)
+            began = [each for each in outcomes if not isinstance(each, BaseException)]
+            assert sum(isinstance(each, BusError) for each in outcomes) + len(began) == 6
+            await wait_until(lambda: backend.teams.limiter.unsettled == 0, 30)
+            await wait_until(lambda: not redis_server.client.hlen(keys.holds()), 30)
+            red = [record for record in records(redis_server) if record.team == "red"]
+            assert len(red) == 1 + 4
+            assert sum(record.output_tokens for record in red) == 8 * (1 + len(began))
+            await wait_until(lambda: backend.connected)
+            with pytest.raises(RateLimitError):
+                await run_job(backend, metered(backend, caller))
 
 
 async def test_limits_change_at_once_and_a_team_shares_its_limit(

@@ -7,9 +7,11 @@ from datetime import datetime
 from zoneinfo import ZoneInfo
 
 import pytest
-from forebay_gateway.teams.access import Scope
+from forebay_gateway.teams.access import Access, Scope, Standing
+from forebay_gateway.teams.directory import Directory, encode
+from forebay_gateway.teams.outage import MOST, Allowance
 from forebay_gateway.teams.plan import Plan, limit_name, make_plan, window
-from forebay_gateway.teams.records import Budget, Limits, Record, Team
+from forebay_gateway.teams.records import Budget, Key, Limits, Record, Team
 from forebay_shared import keys
 from forebay_shared.books import Hold, Rates, UsageRecord, admission, record_of, settlement
 from forebay_shared.scripts import Script
@@ -51,8 +53,8 @@ class Scripts:
             cost=RATES.cost(input_tokens, 0, output_tokens),
         )
 
-    def admit(self, now: int, hold: Hold) -> list:
-        names, arguments = admission(hold, now)
+    def admit(self, now: int, hold: Hold, *, started: bool = False) -> list:
+        names, arguments = admission(hold, now, started=started)
         return self._admit(keys=names, args=arguments)
 
     def settle(self, now: int, hold: Hold, usage: Usage, *, only_held: bool = False) -> int:
@@ -224,6 +226,50 @@ def test_a_crashed_gateways_slots_come_back_when_their_leases_end(server: RedisS
     assert refused[0] == 0
     assert limit_name(refused[8]) == "concurrent_requests"
     assert scripts.admit(START + LEASE, scripts.hold("two", 1, 1))[0] == 1
+
+
+@given(
+    st.none() | st.integers(0, 8),
+    st.none() | st.integers(0, 60),
+    st.lists(st.integers(1, 30), max_size=90),
+)
+def test_an_outage_admits_no_more_than_was_left(
+    requests: int | None, tokens: int | None, asked: list[int]
+) -> None:
+    team = Team(id="red", organisation="o", on_outage="continue", limits=Limits(tokens_per_day=9))
+    directory = Directory()
+    directory.load(1, [("organisation/o", '1 {"id":"o"}'), ("team/red", f"1 {encode(team)}")])
+    access = Access(Key(id="k", team="red"), directory)
+    allowance = Allowance()
+    assert not allowance.admits(access, access.scopes, 1, {}), "nothing is known yet"
+    access.standing = Standing(
+        None if requests is None else (9, requests, 1.0),
+        None if tokens is None else (99, tokens, 1.0),
+    )
+    begun = [each for each in asked if allowance.admits(access, access.scopes, each, {})]
+    assert len(begun) <= (MOST if requests is None else requests)
+    assert tokens is None or sum(begun[:-1]) < max(tokens, 1), "one reservation more at most"
+    slots = Team(id="red", organisation="o", limits=Limits(concurrent_requests=2))
+    allowance.end()
+    if requests != 0 and tokens != 0:
+        scopes = [Scope("team", slots)]
+        assert not allowance.admits(access, scopes, 1, {keys.slots("team:red"): 2})
+        assert allowance.admits(access, scopes, 1, {keys.slots("team:red"): 1})
+
+
+def test_what_began_without_redis_is_reserved_whatever_the_limits_say(server: RedisServer) -> None:
+    redis = server.client
+    redis.flushall()
+    record = Record(id="a", limits=Limits(requests_per_minute=1, concurrent_requests=1))
+    scripts = Scripts(redis, make_plan([Scope("team", record)], START / 1000))
+    assert scripts.admit(START, scripts.hold("one", 1, 1))[0] == 1
+    two = scripts.hold("two", 1, 1)
+    assert scripts.admit(START, two)[0] == 0
+    assert scripts.admit(START, two, started=True)[0] == 1
+    assert redis.zcard(keys.slots("team:a")) == redis.hlen(keys.holds()) == 2
+    assert scripts.settle(START, two, Usage(1, 0, 1)) == 1
+    refused = scripts.admit(START + 60_000, scripts.hold("three", 1, 1))
+    assert (refused[0], limit_name(refused[8])) == (0, "requests_per_minute")
 
 
 def test_a_budget_is_new_in_each_window_and_a_gateways_wrong_clock_opens_none(

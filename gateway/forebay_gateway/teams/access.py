@@ -38,7 +38,13 @@ class Scope(NamedTuple):
 
     @property
     def name(self) -> str:
+        """For people."""
         return f"{self.kind} {self.record.id}"
+
+    @property
+    def label(self) -> str:
+        """In Redis."""
+        return f"{self.kind}:{self.record.id}"
 
 
 class Standing(NamedTuple):

@@ -7,7 +7,7 @@ knows no HTTP.
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import cast
 
 from forebay_shared import keys
@@ -23,12 +23,13 @@ from forebay_shared.books import (
 )
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import BusError, RateLimitError
-from forebay_shared.link import Argument, Value
+from forebay_shared.link import Value
 from forebay_shared.scripts import Script
 from forebay_shared.wire import Usage
 
 from forebay_gateway.teams.access import Access, Scope, Standing
 from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.outage import Allowance
 from forebay_gateway.teams.plan import Plan, limit_name, make_plan
 from forebay_gateway.teams.records import Model, Price
 
@@ -41,7 +42,12 @@ ADMIT_S = 2.0
 AGAIN_S = 2.0
 
 _SCOPES = ("key", "user", "team", "organisation", "model")
-_OUTCOMES = (("admitted", ""), ("unavailable", ""), *(("refused", scope) for scope in _SCOPES))
+_OUTCOMES = (
+    ("admitted", ""),
+    ("unchecked", ""),
+    ("unavailable", ""),
+    *(("refused", scope) for scope in _SCOPES),
+)
 _SETTLED = ("repeated", "settled", "late")
 """What `settle.lua` answers; late: its hold was given up, or lost with a Redis."""
 
@@ -49,20 +55,24 @@ _SETTLED = ("repeated", "settled", "late")
 class Permit:
     """An admitted request: settle it once, when it is over."""
 
-    __slots__ = ("_limiter", "hold", "renewed_at", "standing")
+    __slots__ = ("_limiter", "hold", "known", "renewed_at", "standing")
 
-    def __init__(self, limiter: "Limiter", hold: Hold, standing: Standing, now: float) -> None:
+    def __init__(
+        self, limiter: "Limiter", hold: Hold, standing: Standing | None, now: float
+    ) -> None:
         self._limiter = limiter
         self.hold = hold
         self.standing = standing
         self.renewed_at = now
+        self.known = standing is not None
+        """Redis knows of it; else it was away when it began."""
 
     def settle(
         self, usage: Usage, outcome: Outcome, attempts: int, reasoning_tokens: int = 0
     ) -> None:
         """Gives back what it reserved, charges what it used, and writes its record."""
         record = record_of(self.hold, usage, outcome, attempts, reasoning_tokens)
-        self._limiter.settle(self.hold, record)
+        self._limiter.settle(self, record)
 
 
 class Limiter:
@@ -76,6 +86,7 @@ class Limiter:
         self._plans: dict[tuple[str, str], Plan] = {}
         self._generation = -1
         self._open: dict[str, Permit] = {}
+        self._allowance = Allowance()
         self._unsettled: OrderedDict[str, _Settlement] = OrderedDict()
         self.admissions = dict.fromkeys(_OUTCOMES, 0)
         """By outcome and the kind of scope that refused."""
@@ -99,9 +110,6 @@ class Limiter:
             RateLimitError: with the scope that refused, and when to come again.
             BusError: Redis does not answer.
         """
-        if not self._publisher.connected:
-            self.admissions["unavailable", ""] += 1
-            raise _away()
         now = time.time()
         plan = self._plan(access, record.model, now)
         rates = self._rates(record.model)
@@ -114,11 +122,14 @@ class Limiter:
             output_tokens=output_tokens,
             cost=rates.cost(input_tokens, 0, output_tokens),
         )
+        if not self._publisher.connected:
+            return self._without_redis(access, hold, now)
         try:
             answer = await self._ask(hold)
         except BaseException:  # it may have been admitted all the same
             self.admissions["unavailable", ""] += 1
-            self._enqueue(hold, record_of(hold, Usage(), "cancelled"), only_held=True)
+            given_up = record_of(hold, Usage(), "cancelled")
+            self._enqueue(_Settlement(hold, given_up, known=True, only_held=True))
             raise
         standing = Standing(
             *(
@@ -130,15 +141,26 @@ class Limiter:
             scope, limit, wait_ms = cast("list[int]", answer[7:10])
             self.admissions["refused", plan.scopes[scope - 1].partition(" ")[0]] += 1
             raise _refused(plan.scopes[scope - 1], limit_name(limit), wait_ms / 1000, standing)
-        self.admissions["admitted", ""] += 1
-        permit = Permit(self, hold, standing, now)
-        self._open[record.id] = permit
+        return self._begin("admitted", Permit(self, hold, standing, now))
+
+    def _without_redis(self, access: Access, hold: Hold, now: float) -> Permit:
+        """Admits by what is known here, where the team's policy says so; else refuses at once."""
+        slots = Counter(slot for permit in self._open.values() for slot in permit.hold.slots)
+        scopes, tokens = self._scopes(access, hold.record.model), hold.input_tokens
+        if not self._allowance.admits(access, scopes, tokens + hold.output_tokens, slots):
+            self.admissions["unavailable", ""] += 1
+            raise _away()
+        return self._begin("unchecked", Permit(self, hold, None, now))
+
+    def _begin(self, outcome: str, permit: Permit) -> Permit:
+        self.admissions[outcome, ""] += 1
+        self._open[permit.hold.record.id] = permit
         return permit
 
-    def settle(self, hold: Hold, record: UsageRecord) -> None:
+    def settle(self, permit: Permit, record: UsageRecord) -> None:
         """Sends the settlement; what Redis does not confirm is sent again by `upkeep`."""
         self._open.pop(record.id, None)
-        self._enqueue(hold, record, only_held=False)
+        self._enqueue(_Settlement(permit.hold, record, permit.known, only_held=False))
 
     def upkeep(self) -> None:
         """Renews what has been open for long, and sends again what was not confirmed. Call it
@@ -147,14 +169,27 @@ class Limiter:
         if not self._publisher.connected:
             return
         now = time.time()
+        self._allowance.end()
         for request_id, permit in self._open.items():
-            if now - permit.renewed_at > RENEW_AFTER_S:
+            if not permit.known:
+                self._tell(permit)
+            elif now - permit.renewed_at > RENEW_AFTER_S:
                 permit.renewed_at = now
                 names = [keys.open_requests(), *permit.hold.slots]
                 self._renew.send(self._publisher, names, [0, request_id, keys.HOLD_MS])
         late = [entry for entry in self._unsettled.values() if now - entry.sent_at > AGAIN_S]
         for entry in late[:256]:
             self._send(entry)
+
+    def _tell(self, permit: Permit) -> None:
+        """Redis is back: it learns of a request that began without it."""
+        permit.known = True
+
+        def answered(future: asyncio.Future[Value]) -> None:
+            permit.known = not future.cancelled() and future.exception() is None
+
+        told = self._admit.send(self._publisher, *admission(permit.hold, started=True))
+        told.add_done_callback(answered)
 
     async def drained(self, timeout_s: float) -> bool:
         """Waits until all is settled; False when the time runs out."""
@@ -173,9 +208,8 @@ class Limiter:
         finally:
             timer.cancel()
 
-    def _enqueue(self, hold: Hold, record: UsageRecord, *, only_held: bool) -> None:
-        names, arguments = settlement(hold, record, only_held=only_held)
-        entry = self._unsettled[record.id] = _Settlement(record.id, names, arguments)
+    def _enqueue(self, entry: "_Settlement") -> None:
+        self._unsettled[entry.record.id] = entry
         if len(self._unsettled) > MAX_UNSETTLED:
             self._unsettled.popitem(last=False)
             self.abandoned += 1
@@ -183,13 +217,17 @@ class Limiter:
 
     def _send(self, entry: "_Settlement") -> None:
         entry.sent_at = time.time()
+        # Nobody remembers whether it was settled so long ago; what it holds would still be there.
+        forgotten = entry.sent_at - entry.record.at > keys.SETTLED_KEEP_S - keys.SETTLED_S
+        only_held = entry.only_held or (entry.known and forgotten)
 
         def answered(future: asyncio.Future[Value]) -> None:
             if not future.cancelled() and future.exception() is None:
-                self._unsettled.pop(entry.request_id, None)
+                self._unsettled.pop(entry.record.id, None)
                 self.settlements[_SETTLED[cast(int, future.result())]] += 1
 
-        SETTLE.send(self._publisher, entry.names, entry.arguments).add_done_callback(answered)
+        names, arguments = settlement(entry.hold, entry.record, only_held=only_held)
+        SETTLE.send(self._publisher, names, arguments).add_done_callback(answered)
 
     def _plan(self, access: Access, model: str, now: float) -> Plan:
         if self._generation != self._directory.generation:
@@ -198,24 +236,27 @@ class Limiter:
         place = (access.key.id, model)
         plan = self._plans.get(place)
         if plan is None or now >= plan.until:
-            record = self._directory.model(model)
-            scopes = [*access.scopes, Scope("model", record)] if record else access.scopes
-            plan = self._plans[place] = make_plan(scopes, now)
+            plan = self._plans[place] = make_plan(self._scopes(access, model), now)
         return plan
+
+    def _scopes(self, access: Access, model: str) -> list[Scope]:
+        record = self._directory.model(model)
+        return [*access.scopes, Scope("model", record)] if record else access.scopes
 
     def _rates(self, model: str) -> Rates:
         return rates_of(self._directory.model(model))
 
 
 class _Settlement:
-    """A settlement that Redis has not confirmed."""
+    """A settlement that Redis has not confirmed. `known`: Redis has had its hold."""
 
-    __slots__ = ("arguments", "names", "request_id", "sent_at")
+    __slots__ = ("hold", "known", "only_held", "record", "sent_at")
 
-    def __init__(self, request_id: str, names: list[str], arguments: list[Argument]) -> None:
-        self.request_id = request_id
-        self.names = names
-        self.arguments = arguments
+    def __init__(self, hold: Hold, record: UsageRecord, known: bool, only_held: bool) -> None:
+        self.hold = hold
+        self.record = record
+        self.known = known
+        self.only_held = only_held
         self.sent_at = 0.0
 
 

@@ -48,16 +48,15 @@ class Plan(NamedTuple):
 def make_plan(scopes: Sequence[Scope], now: float) -> Plan:
     """The plan of those scopes that have limits or budgets."""
     bounded = [scope for scope in scopes if _is_bounded(scope.record)]
-    labels = [f"{scope.kind}:{scope.record.id}" for scope in bounded]
-    cells: list[_Cell] = [len(bounded), *labels]
+    cells: list[_Cell] = [len(bounded), *(scope.label for scope in bounded)]
     until = float("inf")
     for scope in bounded:
         limits, end = _cells(scope.record, now)
         cells += limits
         until = min(until, end)
     slots = [
-        keys.slots(label)
-        for scope, label in zip(bounded, labels, strict=True)
+        keys.slots(scope.label)
+        for scope in bounded
         if scope.record.limits.concurrent_requests is not None
     ]
     return Plan([scope.name for scope in bounded], slots, msgspec.Raw(_pack(cells)), until)

@@ -99,7 +99,8 @@ class Team(Record, frozen=True, omit_defaults=True, kw_only=True):
     """Holds users and keys. `models` are the public names that it may use; empty: all.
 
     `weight` times the factor of `priority` is its share of the engines. With `share_cache` it
-    reuses the cached prefixes of other teams that share, and they its own.
+    reuses the cached prefixes of other teams that share, and they its own. `on_outage` says
+    whether its requests start while Redis does not answer, within what was left of its limits.
     """
 
     organisation: Id
@@ -107,6 +108,7 @@ class Team(Record, frozen=True, omit_defaults=True, kw_only=True):
     priority: Priority = "normal"
     weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     share_cache: bool = False
+    on_outage: Literal["refuse", "continue"] = "refuse"
 
 
 class User(Record, frozen=True, omit_defaults=True, kw_only=True):

@@ -38,7 +38,8 @@ class TeamToll:
         except RefusedError as error:
             self._tell(error.standing)
             raise
-        self._tell(permit.standing)
+        if permit.standing is not None:
+            self._tell(permit.standing)
         return permit
 
     def _tell(self, standing: Standing) -> None:

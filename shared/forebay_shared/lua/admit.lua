@@ -1,7 +1,8 @@
 -- May this request start: checks every limit of every scope, then reserves in all of them, or in none.
 -- KEYS: open, holds, use, then the slots of the scopes that bound concurrency.
 -- ARGV: now in ms (0: this server's clock), id, lease in ms, input tokens, most output tokens, most
--- cost, the hold for whoever must settle in our place but for its last field, and that: the plan.
+-- cost, the hold for whoever must settle in our place but for its last field, and that: the plan;
+-- 'started' for a request that runs already, as Redis was away: it reserves whatever the limits say.
 -- PLAN: the number of scopes, their names, then for each scope: requests, input, output and tokens a
 -- minute, tokens a day, concurrent requests (-1: no limit), when its last budget ends (0: none, -1:
 -- never), the number of its budgets, and for each {code, amount, start, end}; code is 100 for money, 200
@@ -111,6 +112,9 @@ for i = 1, count do
   p = p + 8 + 4 * bounded
 end
 
+if ARGV[9] == 'started' then
+  wait = -1
+end
 local answer = {wait < 0 and 1 or 0}
 for i = 1, 6 do
   answer[i + 1] = math.floor(shown[i])
