@@ -24,7 +24,7 @@ from forebay_shared.errors import (
 )
 from forebay_shared.models import ModelCard
 from forebay_shared.telemetry import ResubmitReason
-from forebay_shared.wire import Encode, Failed, Reply, Submit
+from forebay_shared.wire import Failed, Reply, Task
 
 from forebay_gateway.inbox import Box
 from forebay_gateway.meter import Demand, Meter
@@ -123,7 +123,7 @@ class Attempts(ABC, Generic[E]):
         self.placement: Placement | None = None
 
     @abstractmethod
-    def message(self, attempt: int) -> Submit | Encode:
+    def message(self, attempt: int) -> Task:
         """What the worker of this attempt is to do."""
 
     @abstractmethod
@@ -132,6 +132,11 @@ class Attempts(ABC, Generic[E]):
 
     def begun(self, placement: Placement, event: E) -> None:
         """The first event of an attempt came."""
+
+    @property
+    def repeatable(self) -> bool:
+        """Another attempt would go on where this one is lost."""
+        return True
 
     async def __aenter__(self) -> Self:
         """Raises RateLimitError when the job's owner has reached a limit, and BusError."""
@@ -156,6 +161,17 @@ class Attempts(ABC, Generic[E]):
             self._meter.settle(outcome)
         self.dispatcher.exit(self, cancelled=self._book.open)
         self._book.clear()
+
+    def abort(self, index: int, was_open: bool) -> None:
+        """Stops sequence `index`, which the book has dropped, and the attempt with the last one."""
+        if self._meter is not None:
+            self._meter.stop(index)
+        if not was_open or self.placement is None:
+            return
+        if self._book.open:
+            self.dispatcher.cancel(self.request_id, self.placement, index)
+        else:
+            self._leave("completed")
 
     async def events(self) -> list[E]:
         """Waits, then returns everything that is ready together; [] after the last event.
@@ -223,14 +239,21 @@ class Attempts(ABC, Generic[E]):
             raise placement.box.error
         if failed is not None:
             placement.over = True
-            error = from_code(failed.code, failed.message, param=failed.param)
+            error = from_code(
+                failed.code,
+                failed.message,
+                param=failed.param,
+                retry_after_s=failed.retry_after_s,
+            )
             self._tried.add(placement.worker)
-            if not failed.retryable or self._full(error):
+            if not failed.retryable or not self.repeatable or self._full(error):
                 raise error
             self._error = error
             reason = "drained" if isinstance(error, DrainingError) else "failed"
         elif reason is not None:
             self._error = WorkerLostError(_LOST, retry_after_s=1.0)
+            if not self.repeatable:
+                raise self._error
             if reason != "bus_reset":
                 self._tried.add(placement.worker)
         if reason is None:

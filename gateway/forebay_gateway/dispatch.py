@@ -24,7 +24,7 @@ from forebay_shared.packets import WORK
 from forebay_shared.reader import Reader
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.telemetry import GatewayMetrics
-from forebay_shared.wire import Cancel, Encode, Started, Submit, Sync, Work, pack_ids
+from forebay_shared.wire import Cancel, Started, Submit, Sync, Task, Work, pack_ids
 
 from forebay_gateway.attempts import Attempts, Placement
 from forebay_gateway.encoding import EncodeJob, Encoding
@@ -34,6 +34,7 @@ from forebay_gateway.meter import Demand, Meter, Tail, Toll
 from forebay_gateway.roster import Roster, Worker
 from forebay_gateway.router import Choice
 from forebay_gateway.routing import Prompt, Prompted, Routing
+from forebay_gateway.telling import Telling, TextJob
 
 ACCEPT_S = 4.0
 """A worker takes a request in at once; one that has not answered for this long is passed over."""
@@ -66,8 +67,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Who admits it and pays for it; None: nobody counts."""
 
     @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
     def demand(self) -> Demand:
-        return Demand(self.toll, len(self.prompt), self.n * self.sampling.max_tokens, self.n)
+        return Demand(self.toll, self.prompt_tokens, self.n * self.sampling.max_tokens, self.n)
 
 
 class Generation(Attempts[Event]):
@@ -83,14 +88,7 @@ class Generation(Attempts[Event]):
 
     def stop(self, index: int) -> None:
         """Aborts sequence `index` (a stop string matched); no further event of it is returned."""
-        if self._meter is not None:
-            self._meter.stop(index)
-        if not self._ledger.drop(index) or self.placement is None:
-            return
-        if self._ledger.open:
-            self.dispatcher.cancel(self.job.request_id, self.placement, index)
-        else:
-            self._leave("completed")
+        self.abort(index, self._ledger.drop(index))
 
     def reasoned(self, tokens: int) -> None:
         """So many tokens of all sequences were thinking, so far."""
@@ -163,8 +161,8 @@ class Dispatcher:
         """Jobs that are open."""
         return len(self._running)
 
-    def generate(self, job: Job) -> Generation:
-        return Generation(self, job)
+    def generate(self, job: Job | TextJob) -> Generation | Telling:
+        return Telling(self, job) if isinstance(job, TextJob) else Generation(self, job)
 
     def encode(self, job: EncodeJob) -> Encoding:
         return Encoding(self, job)
@@ -206,7 +204,7 @@ class Dispatcher:
         """Whether a worker that was not tried could take the job."""
         return any(worker.name not in tried for worker in self._roster.candidates(card).workers)
 
-    def submit(self, choice: Choice[Worker], message: Submit | Encode) -> Placement:
+    def submit(self, choice: Choice[Worker], message: Task) -> Placement:
         """Opens the box, then sends the message."""
         worker = choice.worker
         box = self._inbox.open(message.request_id, message.attempt)

@@ -1,6 +1,6 @@
 """A job that makes vectors of inputs: what is asked of a worker, and what its answer must be.
 
-It knows ids and bytes; neither text nor the form in which a client gets the vectors.
+It does not know the form in which a client gets the vectors.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from forebay_shared.telemetry import ResubmitReason
 from forebay_shared.wire import Accepted, Done, Embedded, Encode, Failed, Reply, Started, pack_ids
 
 from forebay_gateway.attempts import Attempts
+from forebay_gateway.inputs import Input, input_tokens
 from forebay_gateway.meter import Demand, Toll
 from forebay_gateway.routing import Uncached
 
@@ -22,11 +23,11 @@ FLOAT_BYTES = 4
 
 
 class EncodeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs in token ids, no more than one message may hold; see `wire.Encode`."""
+    """Inputs, no more than one message may hold; see `wire.Encode`."""
 
     request_id: str
     card: ModelCard
-    inputs: Sequence[Sequence[int]]
+    inputs: Sequence[Input]
     dimensions: int = 0
     normalize: bool | None = None
     team: str = ""
@@ -36,8 +37,13 @@ class EncodeJob(msgspec.Struct, frozen=True, kw_only=True):
     """Who admits it and pays for it; None: nobody counts."""
 
     @property
+    def num_tokens(self) -> int:
+        """Of all inputs; of texts, as estimated."""
+        return sum(map(input_tokens, self.inputs))
+
+    @property
     def demand(self) -> Demand:
-        return Demand(self.toll, sum(map(len, self.inputs)), 0, 1)
+        return Demand(self.toll, self.num_tokens, 0, 1, estimated=self.card.speaks_text)
 
     @property
     def vector_bytes(self) -> int:
@@ -95,7 +101,7 @@ class Encoding(Attempts[Embedded]):
         self.job = job
 
     def prompt(self) -> Uncached:
-        return Uncached(sum(map(len, self.job.inputs)))
+        return Uncached(self.job.num_tokens)
 
     def message(self, attempt: int) -> Encode:
         job = self.job
@@ -103,7 +109,7 @@ class Encoding(Attempts[Embedded]):
             request_id=job.request_id,
             attempt=attempt,
             gateway=self.dispatcher.gateway,
-            inputs=tuple(map(pack_ids, job.inputs)),
+            inputs=tuple(pack_ids(each) for each in job.inputs if not isinstance(each, str)),
             dimensions=job.dimensions,
             normalize=job.normalize,
             team=job.team,
@@ -111,4 +117,5 @@ class Encoding(Attempts[Embedded]):
             priority=job.priority,
             queue_timeout_ms=self.dispatcher.queue_timeout_ms,
             metered=job.toll is not None,
+            texts=tuple(each for each in job.inputs if isinstance(each, str)),
         )

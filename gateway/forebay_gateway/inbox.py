@@ -14,13 +14,16 @@ from forebay_shared.merge import merge
 from forebay_shared.packets import REPLY
 from forebay_shared.reader import Feed
 from forebay_shared.telemetry import GatewayMetrics, ResubmitReason
-from forebay_shared.wire import Delta, Reply
+from forebay_shared.wire import Delta, Reply, TextDelta, TextLogprobs, TokenLogprobs
 
 COMPACT_AT = 64
 MAX_TOKENS = 65_536
 """Token ids that may wait for a slow client: 2 MiB as Python has them."""
 LOGPROB_WEIGHT = 4
 """A log-probability takes the memory of so many token ids."""
+TEXT_WEIGHT = 8
+"""A TextDelta takes the memory of so many token ids, its text left out."""
+CHARS_PER_ID = 16
 
 
 class Box:
@@ -75,8 +78,8 @@ class Box:
 
     @property
     def tokens(self) -> int:
-        """Token ids that wait."""
-        return sum(len(reply.token_ids) for reply in self._pending if type(reply) is Delta)
+        """Token ids that wait, and pieces of text."""
+        return sum(map(_tokens, self._pending))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -85,7 +88,7 @@ class Box:
     def _compact(self) -> None:
         self._pending = merge(self._pending)
         self._limit = max(COMPACT_AT, 2 * len(self._pending))
-        if sum(_weight(reply) for reply in self._pending if type(reply) is Delta) > MAX_TOKENS:
+        if sum(map(_weight, self._pending)) > MAX_TOKENS:
             self._pending.clear()
             self.fail(OverloadedError("The client reads its answer too slowly."))
 
@@ -150,8 +153,20 @@ class Inbox:
             box.fail(error)
 
 
-def _weight(delta: Delta) -> int:
-    """What a Delta takes, in token ids."""
-    if not delta.logprobs:
-        return len(delta.token_ids)
-    return len(delta.token_ids) * (1 + LOGPROB_WEIGHT * (1 + len(delta.logprobs[0].top)))
+def _tokens(reply: Reply) -> int:
+    return len(reply.token_ids) if type(reply) is Delta else int(type(reply) is TextDelta)
+
+
+def _weight(reply: Reply) -> int:
+    """What a reply takes, in token ids."""
+    if type(reply) is TextDelta:
+        calls = sum(len(call.arguments) for call in reply.calls)
+        text = len(reply.content) + len(reply.reasoning) + calls
+        return TEXT_WEIGHT + text // CHARS_PER_ID + _weight_of(reply.logprobs)
+    if type(reply) is Delta:
+        return len(reply.token_ids) + _weight_of(reply.logprobs or ())
+    return 0
+
+
+def _weight_of(logprobs: Sequence[TokenLogprobs | TextLogprobs]) -> int:
+    return len(logprobs) * LOGPROB_WEIGHT * (1 + len(logprobs[0].top)) if logprobs else 0

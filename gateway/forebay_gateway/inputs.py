@@ -6,13 +6,16 @@ is left out, without tokenising all of it.
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
-from forebay_shared.errors import ContextLengthError, InvalidRequestError
+from forebay_shared.asked import estimated_tokens
+from forebay_shared.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from tokenizers import Tokenizer
 
 Side = Literal["left", "right"]
+Input = Sequence[int] | str
+"""Ids, or the text itself for an engine that speaks text."""
 
 PIECE_CHARS = 32_768
 SLACK_TOKENS = 16
@@ -27,6 +30,54 @@ class Cut(msgspec.Struct, frozen=True):
 
     limit: int | None = None
     side: Side = "right"
+
+
+def input_tokens(given: Input) -> int:
+    """How many tokens an input has; a text, as estimated."""
+    return estimated_tokens(given) if isinstance(given, str) else len(given)
+
+
+class Inputs(Protocol):
+    """What makes inputs of what a client sent."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def check(self, limit: int, param: str) -> None:
+        """Raises InvalidRequestError when an input cannot be cut to so many tokens."""
+        ...
+
+    def text(self, text: str, cut: Cut, param: str, *, special: bool = True) -> Input:
+        """A text as an input. Raises InvalidRequestError when it is none."""
+        ...
+
+    def ids(self, ids: Sequence[int], cut: Cut, param: str) -> Input:
+        """Ids as an input. Raises InvalidRequestError when they are none."""
+        ...
+
+
+class TextInputs:
+    """Inputs for an engine that speaks text, as they are: how long they are is its to say."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+
+    def check(self, limit: int, param: str) -> None:
+        raise _unknown(param)
+
+    def text(self, text: str, cut: Cut, param: str, *, special: bool = True) -> str:
+        if not text:
+            raise InvalidRequestError(f"{param} must not be empty.", param=param)
+        if cut.limit is not None:
+            raise _unknown("truncate_prompt_tokens")
+        if not special:
+            raise _unknown("add_special_tokens")
+        return text
+
+    def ids(self, ids: Sequence[int], cut: Cut, param: str) -> str:
+        raise UnsupportedError(
+            f"{param} must be text: tokens of this model are not known here.", param=param
+        )
 
 
 class InputEncoder:
@@ -114,6 +165,12 @@ def _end_of_piece(text: str, start: int) -> int:
         if _SPACE.match(text[at]):
             return at
     return end
+
+
+def _unknown(param: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{param} is not supported: tokens of this model are not known here.", param=param
+    )
 
 
 def _too_long(tokens: int | str, limit: int, param: str) -> ContextLengthError:

@@ -18,10 +18,11 @@ from forebay_shared.wire import (
     Reply,
     SequenceStart,
     Started,
+    TextDelta,
     pack_ids,
 )
 
-Event = Started | PromptLogprobs | Delta | Done
+Event = Started | PromptLogprobs | Delta | TextDelta | Done
 
 
 class _Track:
@@ -86,7 +87,7 @@ class Ledger:
                 self.failed = reply
             elif isinstance(reply, PromptLogprobs):
                 self._scores(reply, events)
-            elif isinstance(reply, Embedded):
+            elif isinstance(reply, Embedded | TextDelta):
                 continue  # not asked for
             elif (track := self._open.get(reply.index)) is None:
                 continue

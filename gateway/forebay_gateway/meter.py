@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, Self
 from forebay_shared.books import Outcome, total
 from forebay_shared.errors import ForebayError
 from forebay_shared.telemetry import ResubmitReason
-from forebay_shared.wire import Delta, Done, Embedded, Failed, Reply, Started, Usage
+from forebay_shared.wire import Delta, Done, Embedded, Failed, Reply, Started, TextDelta, Usage
 
 from forebay_gateway.inbox import Box, Inbox
 
@@ -36,24 +36,29 @@ class Toll(Protocol):
 
 
 class Demand(NamedTuple):
-    """What a job may take at most, and who pays for it."""
+    """What a job may take at most, and who pays for it. `estimated`: of a text, whose tokens only
+    its engine can tell."""
 
     toll: Toll | None
     input_tokens: int
     output_tokens: int
     n: int
+    estimated: bool = False
 
 
 class Meter:
     """The `n` sequences of one admitted request, over all its attempts."""
 
     __slots__ = (
-        "_aborted", "_cached", "_done", "_n", "_positions", "_prompt", "_receipt", "_started",
-        "_stopped", "attempts", "reasoning_tokens", "settled", "tailed",
+        "_aborted", "_cached", "_done", "_estimated", "_n", "_positions", "_prompt", "_receipt",
+        "_started", "_stopped", "attempts", "reasoning_tokens", "settled", "tailed",
     )  # fmt: skip
 
-    def __init__(self, receipt: Receipt, prompt_tokens: int, n: int) -> None:
+    def __init__(
+        self, receipt: Receipt, prompt_tokens: int, n: int, *, estimated: bool = False
+    ) -> None:
         self._receipt = receipt
+        self._estimated = estimated
         self._prompt = prompt_tokens
         self._n = n
         self._started = False
@@ -73,7 +78,7 @@ class Meter:
     async def admitted(cls, request_id: str, toll: Toll, demand: Demand) -> Self:
         """Asks for the job's admission. Raises RateLimitError, BusError."""
         receipt = await toll.admit(request_id, demand.input_tokens, demand.output_tokens)
-        return cls(receipt, demand.input_tokens, demand.n)
+        return cls(receipt, demand.input_tokens, demand.n, estimated=demand.estimated)
 
     @property
     def complete(self) -> bool:
@@ -97,6 +102,8 @@ class Meter:
             if isinstance(reply, Delta):
                 end = reply.offset + len(reply.token_ids)
                 self._positions[reply.index] = max(self._positions.get(reply.index, 0), end)
+            elif isinstance(reply, TextDelta):
+                self._positions[reply.index] = reply.offset + 1
             elif isinstance(reply, Embedded):
                 self._started = True
                 self._done[0] = reply.usage
@@ -119,7 +126,12 @@ class Meter:
         if not self._started:
             return Usage()  # it was never scheduled
         missing = [
-            Usage(self._prompt, self._cached, self._positions.get(index, 0))
+            Usage(
+                self._prompt,
+                self._cached,
+                self._positions.get(index, 0),
+                estimated=self._estimated,
+            )
             for index in range(self._n)
             if index not in self._done
         ]

@@ -28,6 +28,17 @@ class Detokeniser(Protocol):
         ...
 
 
+class Spelling(Protocol):
+    """What is written of tokens by their ids."""
+
+    @property
+    def special_ids(self) -> Collection[int]: ...
+
+    def spelling(self, token_id: int) -> bytes:
+        """The bytes of one token; empty for an id that is none."""
+        ...
+
+
 class Vocabulary:
     """What each token id stands for, in bytes.
 

@@ -327,7 +327,13 @@ class Renderers:
         self._lock = asyncio.Lock()
 
     async def get(self, card: ModelCard) -> Renderer:
-        """The renderer of a card. Raises BusError when its tokenizer cannot be fetched."""
+        """The renderer of a card. Raises BusError when its tokenizer cannot be fetched, and
+        UnsupportedError where the model's tokens are known to its engine alone."""
+        if card.speaks_text:
+            raise UnsupportedError(
+                f"Tokens of the model '{card.name}' are not known here: it is served elsewhere.",
+                param="model",
+            )
         key = _renderer_key(card)
         renderer = self._ready.get(key)
         if renderer is None:
@@ -341,7 +347,7 @@ class Renderers:
 
     async def warm(self, cards: Sequence[ModelCard]) -> None:
         """Loads the renderers of these models, as many as are kept."""
-        for card in cards[:MAX_RENDERERS]:
+        for card in [card for card in cards if not card.speaks_text][:MAX_RENDERERS]:
             await self.get(card)
 
     async def prepare(self, card: ModelCard) -> None:

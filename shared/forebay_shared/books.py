@@ -44,6 +44,8 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     cost: int = 0
+    estimated: bool = False
+    """Nothing told what it used: an upstream without usage, or cut before it told."""
 
 
 class Rates(msgspec.Struct, frozen=True, array_like=True):
@@ -106,6 +108,7 @@ def total(usages: list[Usage]) -> Usage:
         queued_ms=min(usage.queued_ms for usage in usages),
         prefill_ms=max(usage.prefill_ms for usage in usages),
         decode_ms=max(usage.decode_ms for usage in usages),
+        estimated=any(usage.estimated for usage in usages),
     )
 
 
@@ -127,6 +130,7 @@ def record_of(
         prefill_ms=round(usage.prefill_ms, 1),
         decode_ms=round(usage.decode_ms, 1),
         cost=hold.rates.cost(usage.prompt_tokens, cached, usage.completion_tokens),
+        estimated=usage.estimated,
     )
 
 

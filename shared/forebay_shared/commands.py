@@ -107,6 +107,15 @@ _ENGINE = (
     "step_timeout_s",
     "echo_delay_ms",
 )
+_UPSTREAM = (
+    "upstream_url",
+    "upstream_model",
+    "upstream_key_file",
+    "upstream_kind",
+    "upstream_connect_timeout_s",
+    "upstream_first_token_timeout_s",
+    "upstream_idle_timeout_s",
+)
 _EMBEDDING = ("embedding_model", "embedding_served_model_name")
 _HTTP = (
     "host",
@@ -142,6 +151,7 @@ SERVE = Command(
         "model": _MODEL,
         "embeddings": _EMBEDDING,
         "engine": _ENGINE,
+        "upstream": _UPSTREAM,
     },
     hidden=("fd",),
     examples=(
@@ -150,6 +160,7 @@ SERVE = Command(
         "forebay serve ./my-model --api-key sk-mine --gateways 2",
         "forebay serve model.Q4_K_M.gguf --max-model-len 4k",
         "forebay serve --embedding-model minilm          chat and embeddings, two workers",
+        "forebay serve --engine http --upstream-url http://llm:8000/v1    another server's model",
     ),
 )
 GATEWAY = Command(
@@ -167,8 +178,11 @@ WORKER = Command(
     settings=WorkerSettings,
     run="forebay_worker.main:run",
     positional="model",
-    groups={"model": _MODEL, "engine": _ENGINE},
-    examples=("forebay worker Qwen/Qwen3-0.6B --redis-url redis://redis:6379/0",),
+    groups={"model": _MODEL, "engine": _ENGINE, "upstream": _UPSTREAM},
+    examples=(
+        "forebay worker Qwen/Qwen3-0.6B --redis-url redis://redis:6379/0",
+        "forebay worker --engine http --upstream-url http://llm:8000/v1",
+    ),
 )
 ADMIN = Tool(
     name="admin",

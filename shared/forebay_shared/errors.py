@@ -17,7 +17,8 @@
     ├── HeadersTooLargeError       431  headers_too_large
     ├── RateLimitError             429  rate_limit_exceeded        retryable
     ├── InternalError              500  internal_error
-    │   └── EngineError            500  engine_error
+    │   ├── EngineError            500  engine_error
+    │   └── UpstreamError          502  upstream_error             retryable
     ├── OverloadedError            503  overloaded                 retryable
     │   ├── NoWorkerError          503  no_worker                  retryable
     │   ├── WorkerLostError        503  worker_lost                retryable
@@ -141,6 +142,14 @@ class EngineError(InternalError):
     code = "engine_error"
 
 
+class UpstreamError(InternalError):
+    """What an engine stands for failed, or cannot be used as the worker was told to."""
+
+    code = "upstream_error"
+    status = 502
+    retryable = True
+
+
 class OverloadedError(ForebayError):
     code = "overloaded"
     status = 503
@@ -177,6 +186,9 @@ def _tree(root: type[ForebayError]) -> list[type[ForebayError]]:
 _BY_CODE = {cls.code: cls for cls in reversed(_tree(ForebayError))}
 
 
-def from_code(code: str, message: str, *, param: str | None = None) -> ForebayError:
+def from_code(
+    code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> ForebayError:
     """The error that a worker named by its code; an unknown code is an InternalError."""
-    return _BY_CODE.get(code, InternalError)(message, param=param)
+    error = _BY_CODE.get(code, InternalError)
+    return error(message, param=param, retry_after_s=retry_after_s)

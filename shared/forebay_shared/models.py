@@ -17,6 +17,8 @@ CAP_GRAMMAR = "grammar"
 CAP_PROMPT_LOGPROBS = "prompt_logprobs"
 CAP_GENERATE = "generate"
 CAP_EMBED = "embed"
+CAP_TEXT = "text"
+"""The engine takes and gives text: its card has no tokenizer, and its work is SubmitText."""
 
 
 class EmbeddingCard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -44,7 +46,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     Attributes:
         names: public names, the first is the main one.
         revision: hash over weights, config and dtype; the root of every block hash.
-        tokenizer: blob hash of tokenizer.json.
+        tokenizer: blob hash of tokenizer.json; empty with CAP_TEXT.
         chat_template: blob hash of the Jinja source, None for a model without a chat template.
         template_tokens: special tokens that templates read by name (bos_token, eos_token, …).
         eos_token_ids: ids that end a sequence.
@@ -52,6 +54,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         max_model_len: prompt plus output, in tokens.
         capabilities: what the engine can do (the CAP_ constants); the gateway refuses the rest.
         embedding: the vectors that it makes, where it has CAP_EMBED.
+        parameters: of CAP_TEXT: the fields of a request that whatever is behind the engine takes.
     """
 
     names: tuple[str, ...]
@@ -70,6 +73,11 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     generation_defaults: dict[str, Any] = {}
     capabilities: frozenset[str] = frozenset({CAP_GENERATE})
     embedding: EmbeddingCard | None = None
+    parameters: frozenset[str] = frozenset()
+
+    @property
+    def speaks_text(self) -> bool:
+        return CAP_TEXT in self.capabilities
 
     @property
     def name(self) -> str:

@@ -121,9 +121,9 @@ class WorkerSettings:
     model: Annotated[
         str, Meta(description="local directory, .gguf file or hub id; default: the demo model")
     ] = ""
-    engine: Annotated[str, Meta(description="kind of engine: native, echo or a plug-in's name")] = (
-        "native"
-    )
+    engine: Annotated[
+        str, Meta(description="kind of engine: native, http, vllm, echo or a plug-in's name")
+    ] = "native"
     redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = (
         _LOCAL_REDIS
     )
@@ -189,6 +189,32 @@ class WorkerSettings:
     echo_cache_blocks: Annotated[
         int, Meta(ge=0, description="echo engine: blocks of its prefix cache; 0: none")
     ] = 0
+    upstream_url: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="http engine: base URL of an OpenAI API, as http://host:8000/v1; "
+            "repeatable, for replicas"
+        ),
+    ] = ()
+    upstream_model: Annotated[
+        str, Meta(description="http engine: the model's name there; default: the only one it lists")
+    ] = ""
+    upstream_key_file: Annotated[
+        str, Meta(description="http engine: file that holds the upstream's key")
+    ] = ""
+    upstream_kind: Annotated[
+        Literal["auto", "compatible", "openai", "vllm", "sglang", "llama-cpp", "ollama", "forebay"],
+        Meta(description="http engine: which parameters it takes; auto: by what it says of itself"),
+    ] = "auto"
+    upstream_connect_timeout_s: Annotated[
+        float, Meta(gt=0, description="http engine: longest wait for a connection, in seconds")
+    ] = 5.0
+    upstream_first_token_timeout_s: Annotated[
+        float, Meta(gt=0, description="http engine: longest wait for a first token, in seconds")
+    ] = 120.0
+    upstream_idle_timeout_s: Annotated[
+        float, Meta(gt=0, description="http engine: longest wait between tokens, in seconds")
+    ] = 60.0
     step_timeout_s: Annotated[
         float,
         Meta(gt=0, description="an engine whose step takes longer hangs: its worker ends"),

@@ -4,9 +4,11 @@ Version N reads N-1: a field is only ever added, at the end and with a default; 
 a reader counts and drops what it does not know. Token ids of prompts travel as packed
 uint32, those of a step as a short list.
 
-    gateway -> worker   Submit, Encode, Cancel, Sync            on keys.work(worker)
+    gateway -> worker   Submit, SubmitText, Encode, Cancel,
+                        Sync                                    on keys.work(worker)
     worker -> gateway   Accepted, Started, PromptLogprobs,
-                        Delta, Done, Failed, Embedded           on keys.reply(gateway)
+                        Delta, TextDelta, Done, Failed,
+                        Embedded                                on keys.reply(gateway)
     worker -> all       Beacon, Farewell                        on keys.roster()
     worker -> all       Digest, Snapshot                        on keys.digests()
     gateway -> gateways Changed                                 on keys.changes()
@@ -14,8 +16,8 @@ uint32, those of a step as a short list.
 For one sequence of a request the order is: Accepted, Started, Delta*, then exactly one Done. The
 PromptLogprobs of a request come before the first Delta of the first of its sequences. Failed ends
 every sequence of the request that is not done, and may come at any point. For an Encode it is:
-Accepted, perhaps Started, then one Embedded, Failed or Done("abort"). A receiver drops what
-carries another attempt than its own.
+Accepted, perhaps Started, then one Embedded, Failed or Done("abort"). For a SubmitText it is that
+of a Submit, with TextDeltas. A receiver drops what carries another attempt than its own.
 """
 
 import sys
@@ -25,6 +27,7 @@ from typing import Literal
 
 import msgspec
 
+from forebay_shared.asked import Asked, estimated_tokens
 from forebay_shared.blocks import ID_BYTES
 from forebay_shared.sampling import SamplingParams
 
@@ -88,6 +91,43 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_o
         """Of the prompt."""
         return len(self.prompt) // ID_BYTES
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self.starts)
+
+
+class SubmitText(msgspec.Struct, frozen=True, tag="text", omit_defaults=True, kw_only=True):
+    """Generate from text. Only to a worker whose card has CAP_TEXT; nobody can resume it.
+
+    The worker uses of `sampling` what `given` names, the client's own wishes: for the rest the
+    model behind the worker has defaults that nobody here knows.
+    """
+
+    request_id: str
+    attempt: int
+    gateway: str
+    asked: Asked
+    sampling: SamplingParams
+    given: tuple[str, ...] = ()
+    indexes: tuple[int, ...] = (0,)
+    cache_salt: str = ""
+    team: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    queue_timeout_ms: int = 0
+    traceparent: str = ""
+    metered: bool = False
+    """As Submit's."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt, as estimated."""
+        return self.asked.estimated_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.indexes)
+
 
 class Encode(msgspec.Struct, frozen=True, tag="encode", omit_defaults=True, kw_only=True):
     """Make one vector of each input. Only to a worker whose card has `embedding`.
@@ -111,11 +151,17 @@ class Encode(msgspec.Struct, frozen=True, tag="encode", omit_defaults=True, kw_o
     queue_timeout_ms: int = 0
     metered: bool = False
     """As Submit's."""
+    texts: tuple[str, ...] = ()
+    """The inputs, in the place of `inputs`, for a worker whose card has CAP_TEXT."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all inputs."""
-        return sum(map(len, self.inputs)) // ID_BYTES
+        """Of all inputs; of texts, as estimated."""
+        return sum(map(len, self.inputs)) // ID_BYTES + sum(map(estimated_tokens, self.texts))
+
+    @property
+    def num_sequences(self) -> int:
+        return 1
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True, kw_only=True):
@@ -130,14 +176,16 @@ class Sync(msgspec.Struct, frozen=True, tag="sync", omit_defaults=True, kw_only=
     """A gateway does not know the worker's cache: publish a Snapshot. Many such need only one."""
 
 
-Work = Submit | Cancel | Encode | Sync
+Task = Submit | SubmitText | Encode
+"""What a worker is to do; one Accepted answers each."""
+Work = Task | Cancel | Sync
 
 MAX_ENCODE_INPUTS = 64
 MAX_ENCODE_TOKENS = 16_384
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one sequence cost, measured by the worker."""
+    """What one sequence cost, measured by the worker, or `estimated` where nothing told it."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -145,6 +193,9 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queued_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
+    reasoning_tokens: int | None = None
+    """Of a text: those of the completion that were thinking, where the engine tells them."""
+    estimated: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -198,6 +249,39 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="d"):
     logprobs: list[TokenLogprobs] | None = None
 
 
+class TextLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A token as its bytes, its log-probability, and the likeliest ones, best first."""
+
+    token: bytes
+    logprob: float
+    top: list[tuple[bytes, float]] = []
+
+
+class CallDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A piece of the function call number `index`: its first has the name, and an id if there is
+    one; all `arguments` joined are the JSON text."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class TextDelta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="x"):
+    """New text of a sequence: thinking, then the visible answer, then calls. `offset` counts the
+    TextDeltas of the sequence before this one; `usage` is what it cost so far, where known."""
+
+    request_id: str
+    attempt: int
+    index: int
+    offset: int
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = []
+    logprobs: list[TextLogprobs] = []
+    usage: Usage | None = None
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="e"):
     """The sequence ended. `stop_token` is the id that ended it, in no Delta (null for a length)."""
 
@@ -218,6 +302,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="f"):
     message: str
     retryable: bool = False
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 class Embedded(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="v"):
@@ -229,7 +314,7 @@ class Embedded(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="v"):
     usage: Usage
 
 
-Reply = Accepted | Started | PromptLogprobs | Delta | Done | Failed | Embedded
+Reply = Accepted | Started | PromptLogprobs | Delta | TextDelta | Done | Failed | Embedded
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):

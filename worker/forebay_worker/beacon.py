@@ -17,7 +17,7 @@ from forebay_shared.telemetry import EngineMetrics
 from forebay_shared.wire import Beacon, Farewell
 
 from forebay_worker.digest import Digests
-from forebay_worker.engines.base import Engine
+from forebay_worker.engines.base import Dependent, Engine
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -66,7 +66,7 @@ class Presence:
             worker=self._worker,
             card=self._card_hash,
             load=load,
-            draining=self.draining,
+            draining=self.draining or not self._available,
             digest=self._digests.number,
         )
         call("SET", keys.worker_lease(self._worker), "1", "PX", keys.LEASE_MS)
@@ -80,6 +80,10 @@ class Presence:
         call("PEXPIRE", keys.members(), keys.STREAM_TTL_MS)
         metrics = snapshot(self._metrics.registry)
         call("SET", keys.metrics(self._worker), metrics, "PX", keys.LEASE_MS)
+
+    @property
+    def _available(self) -> bool:
+        return not isinstance(self._engine, Dependent) or self._engine.available
 
     async def farewell(self) -> None:
         """Takes back all that was said; blobs stay, as other workers may serve the same model."""

@@ -16,7 +16,17 @@ from forebay_shared import keys
 from forebay_shared.books import SETTLE, decode_hold, record_of, settlement, total
 from forebay_shared.bus import Publisher
 from forebay_shared.link import Value
-from forebay_shared.wire import Delta, Done, Embedded, Encode, Failed, Reply, Started, Submit, Usage
+from forebay_shared.wire import (
+    Delta,
+    Done,
+    Embedded,
+    Failed,
+    Reply,
+    Started,
+    Task,
+    TextDelta,
+    Usage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +65,16 @@ class Metering:
         """Something of this gateway's may still have to be settled here."""
         return any(tally.gateway == gateway for tally in self._tallies.values())
 
-    def submitted(self, work: Submit | Encode) -> None:
+    def submitted(self, work: Task) -> None:
         self._gone.discard(work.gateway)
-        sequences = len(work.starts) if isinstance(work, Submit) else 1
         key = (work.request_id, work.attempt)
-        self._tallies[key] = _Tally(work.gateway, work.attempt, sequences)
+        self._tallies[key] = _Tally(work.gateway, work.attempt, work.num_sequences)
         if len(self._tallies) > MAX_TALLIES:
             self._tallies.popitem(last=False)
 
     def replied(self, reply: Reply) -> None:
         """Takes a reply of the engine, in order. Costs a look-up when nothing is metered."""
-        if not self._tallies or isinstance(reply, Delta):
+        if not self._tallies or isinstance(reply, Delta | TextDelta):
             return
         tally = self._tallies.get((reply.request_id, reply.attempt))
         if tally is None:

@@ -35,11 +35,13 @@ from forebay_shared.wire import (
     Failed,
     Reply,
     Submit,
+    SubmitText,
     Sync,
+    Task,
     Work,
 )
 
-from forebay_worker.engines.base import Encoder, Engine
+from forebay_worker.engines.base import Encoder, Engine, Teller
 from forebay_worker.metering import Metering
 
 if TYPE_CHECKING:
@@ -192,29 +194,32 @@ class Service:
             await asyncio.sleep(_POLL_S)
         return True
 
-    def _submit(self, work: Submit | Encode) -> None:
+    def _submit(self, work: Task) -> None:
         key = (work.request_id, work.attempt)
         if key in self._seen:
             return
         self._seen[key] = None
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        self._open[work.gateway][key] = len(work.starts) if isinstance(work, Submit) else 1
+        self._open[work.gateway][key] = work.num_sequences
         if self._accepting is None:
             self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
         self._accepted.append((work.gateway, Accepted(*key)))
         if work.metered:
             self._metering.submitted(work)
+        if not isinstance(work, Encode) and self._tracing is not None and work.traceparent:
+            self._traces[key] = work.traceparent
         if self._leaving is not None:
             self._refuse_all([(work.gateway, key)], self._leaving)
         elif isinstance(work, Submit):
-            if self._tracing is not None and work.traceparent:
-                self._traces[key] = work.traceparent
             self._engine.submit(work)
-        elif isinstance(self._engine, Encoder):
+        elif isinstance(work, SubmitText) and isinstance(self._engine, Teller):
+            self._engine.submit_text(work)
+        elif isinstance(work, Encode) and isinstance(self._engine, Encoder):
             self._engine.encode(work)
         else:
-            refusal = UnsupportedError("This engine does not make embeddings.")
+            what = "make embeddings" if isinstance(work, Encode) else "speak text"
+            refusal = UnsupportedError(f"This engine does not {what}.")
             self._refuse_all([(work.gateway, key)], refusal)
 
     def _refuse_all(self, requests: Sequence[tuple[str, RequestKey]], why: ForebayError) -> None:

@@ -18,15 +18,8 @@ from forebay_gateway.api.connection import WhileConnected
 from forebay_gateway.api.errors import ClientGoneError, foreseen
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.api.sse import EventStream
-from forebay_gateway.api.transcript import FinishReason, Transcript, Update, Usage
+from forebay_gateway.api.transcript import EARLY_S, FinishReason, Transcript, Update, Usage
 from forebay_gateway.parts import Collected
-
-EARLY_S = 0.25
-"""How long a stream waits for the engine's first word before its status goes out.
-
-Errors within this time (no worker, queue full, refused) are plain JSON with their own status; after
-it the client gets its role chunk, so that no watchdog fires while the request queues.
-"""
 
 FAREWELL_S = 1.0
 

@@ -15,6 +15,7 @@ from forebay_shared.wire import Embedded
 from forebay_gateway.dispatch import Event, Job
 from forebay_gateway.encoding import EncodeJob
 from forebay_gateway.teams.teams import Teams
+from forebay_gateway.telling import TextJob
 
 
 class Scope(Protocol):
@@ -48,7 +49,7 @@ class Encoding(Scope, Protocol):
 
 
 class Dispatch(Protocol):
-    def generate(self, job: Job) -> Running: ...
+    def generate(self, job: Job | TextJob) -> Running: ...
 
     def encode(self, job: EncodeJob) -> Encoding: ...
 

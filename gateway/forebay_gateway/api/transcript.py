@@ -12,17 +12,33 @@ from typing import Literal, Self
 
 import msgspec
 from forebay_shared.errors import EngineError
-from forebay_shared.wire import Delta, Done, PromptLogprobs, Started, TokenLogprobs
+from forebay_shared.wire import Delta, Done, PromptLogprobs, Started, TextDelta, TokenLogprobs
+from forebay_shared.wire import Usage as Spent
 from msgspec.structs import replace
 
 from forebay_gateway.api.ports import Dispatch, Running
+from forebay_gateway.bounded import Bounded
 from forebay_gateway.dispatch import Event, Job
 from forebay_gateway.output import Output
 from forebay_gateway.parts import Part
+from forebay_gateway.relayed import Relayed
 from forebay_gateway.speech import Speech
+from forebay_gateway.telling import TextJob
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
+
+Voice = Output | Speech | Relayed
+"""The text of one choice, from what its engine speaks: ids or text."""
+
+EARLY_S = 0.25
+"""How long a stream waits for the engine's first word before its status goes out.
+
+Errors within this time (no worker, queue full, refused) are plain JSON with their own status; after
+it the client gets its role chunk, so that no watchdog fires while the request queues.
+"""
+EARLY_TEXT_S = 5.0
+"""The same for an engine that speaks text: what is behind it may be far, and refuse."""
 
 _News = tuple[int, list[Event] | Exception]
 _NEWS_LIMIT = 256
@@ -65,7 +81,7 @@ class Usage(msgspec.Struct, gc=False):
 class _Choice:
     __slots__ = ("completion_tokens", "ended", "output")
 
-    def __init__(self, output: Output | Speech) -> None:
+    def __init__(self, output: Voice) -> None:
         self.output = output
         self.ended = False
         self.completion_tokens = 0
@@ -82,7 +98,7 @@ class _Scores:
         self._waiting: list[Update] = []
 
     @classmethod
-    def of(cls, job: Job, first: int) -> "_Scores | None":
+    def of(cls, job: Job | TextJob, first: int) -> "_Scores | None":
         """None when the job asks for none; `first` is the index of its first choice."""
         if job.sampling.prompt_logprobs is None:
             return None
@@ -109,8 +125,8 @@ class Transcript:
     def __init__(
         self,
         dispatcher: Dispatch,
-        jobs: Sequence[Job],
-        new_output: Callable[[], Output | Speech],
+        jobs: Sequence[Job | TextJob],
+        new_output: Callable[[], Voice],
         *,
         include_stop: bool = False,
         by_token: bool = False,
@@ -121,6 +137,7 @@ class Transcript:
         self._by_token = by_token
         self._generations = [dispatcher.generate(job) for job in jobs]
         self._choices = [_Choice(new_output()) for _ in range(self._n * len(jobs))]
+        self._prompts = [job.prompt_tokens for job in jobs]
         self._cached = [0] * len(jobs)
         self._scores = [_Scores.of(job, number * self._n) for number, job in enumerate(jobs)]
         self._open = len(self._choices)
@@ -154,6 +171,11 @@ class Transcript:
         await self._stack.__aexit__(kind, error, trace)
 
     @property
+    def early_s(self) -> float:
+        """How long a stream may wait for a first word, or a refusal."""
+        return EARLY_TEXT_S if isinstance(self._jobs[0], TextJob) else EARLY_S
+
+    @property
     def size(self) -> int:
         """How many choices there are."""
         return len(self._choices)
@@ -165,7 +187,7 @@ class Transcript:
     @property
     def usage(self) -> Usage:
         return Usage(
-            prompt_tokens=sum(len(job.prompt) for job in self._jobs),
+            prompt_tokens=sum(self._prompts),
             completion_tokens=sum(choice.completion_tokens for choice in self._choices),
             cached_tokens=sum(self._cached),
             reasoning_tokens=self._reasoning_tokens,
@@ -176,7 +198,7 @@ class Transcript:
         counts = [
             output.reasoning_tokens
             for output in (choice.output for choice in self._choices)
-            if isinstance(output, Speech) and output.reasoning_tokens is not None
+            if isinstance(output, Bounded) and output.reasoning_tokens is not None
         ]
         return sum(counts) if counts else None
 
@@ -231,12 +253,15 @@ class Transcript:
                     for delta in (_singles(event) if self._by_token else (event,))
                     if not choice.ended
                 )
+            elif isinstance(event, TextDelta):
+                updates.append(self._told(index, choice, event, generation))
             else:
                 updates.append(self._end(index, choice, event))
         return updates if scores is None else scores.first(updates)
 
     def _delta(self, index: int, choice: _Choice, event: Delta, generation: Running) -> Update:
         output = choice.output
+        assert not isinstance(output, Relayed)
         before = output.tokens
         update = _heard(index, output.push(event.token_ids))
         choice.completion_tokens = output.tokens
@@ -248,6 +273,29 @@ class Transcript:
             self._close(choice, update, "stop")
         return update
 
+    def _told(self, index: int, choice: _Choice, event: TextDelta, generation: Running) -> Update:
+        """Text from an engine that speaks text; what it cost only the engine can tell."""
+        output = choice.output
+        assert isinstance(output, Relayed)
+        update = _heard(index, output.hear(event))
+        update.token_ids, update.logprobs = output.words.numbered(event)
+        if event.usage is None:
+            choice.completion_tokens = output.tokens
+        else:
+            self._spend(index, choice, output, event.usage)
+        if output.stopped:
+            generation.stop(event.index)
+            self._close(choice, update, "stop")
+        return update
+
+    def _spend(self, index: int, choice: _Choice, output: Relayed, usage: Spent) -> None:
+        """Takes what a text cost, as its engine tells it."""
+        number = index // self._n
+        self._prompts[number] = usage.prompt_tokens
+        self._cached[number] = usage.cached_tokens
+        choice.completion_tokens = usage.completion_tokens
+        output.reasoning_tokens = usage.reasoning_tokens
+
     def _end(self, index: int, choice: _Choice, event: Done) -> Update:
         if event.finish_reason == "abort":
             raise EngineError("The engine aborted the request.")
@@ -257,15 +305,19 @@ class Transcript:
         last: list[int] = []
         if self._include_stop and asked and event.stop_token is not None:
             last.append(event.stop_token)
-        update = _heard(index, output.push(last), output.finish())
-        choice.completion_tokens = max(event.usage.completion_tokens, output.tokens)
+        if isinstance(output, Relayed):
+            update = _heard(index, output.finish())
+            self._spend(index, choice, output, event.usage)
+        else:
+            update = _heard(index, output.push(last), output.finish())
+            choice.completion_tokens = max(event.usage.completion_tokens, output.tokens)
         update.stop_token, update.stop_asked = event.stop_token, asked
         self._close(choice, update, "stop" if output.stopped else event.finish_reason)
         return update
 
     def _close(self, choice: _Choice, update: Update, reason: FinishReason) -> None:
         update.stop = choice.output.stop
-        called = isinstance(choice.output, Speech) and choice.output.calls > 0
+        called = isinstance(choice.output, Bounded) and choice.output.calls > 0
         update.reason = "tool_calls" if called and reason == "stop" else reason
         choice.ended = True
         self._open -= 1

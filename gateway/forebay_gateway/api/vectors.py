@@ -17,7 +17,7 @@ from forebay_gateway.api.connection import WhileConnected
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.encoding import EncodeJob
-from forebay_gateway.inputs import InputEncoder
+from forebay_gateway.inputs import Input, InputEncoder, Inputs, TextInputs, input_tokens
 from forebay_gateway.meter import Toll
 from forebay_gateway.prompt import Renderers
 
@@ -29,12 +29,11 @@ INLINE_VECTORS = 16
 
 
 class Ask(NamedTuple):
-    """The inputs of one request, in ids, and what is wanted of them. Ids are a job's, up to a
-    number."""
+    """The inputs of one request, and what is wanted of them. Ids are a job's, up to a number."""
 
     request_id: str
     card: ModelCard
-    inputs: Sequence[Sequence[int]]
+    inputs: Sequence[Input]
     dimensions: int = 0
     normalize: bool | None = None
     team: str = ""
@@ -129,8 +128,8 @@ def check_number(number: int, param: str) -> None:
         raise InvalidRequestError(f"{param} may hold at most {MAX_INPUTS} inputs.", param=param)
 
 
-def check_tokens(inputs: Sequence[Sequence[int]], param: str) -> None:
-    tokens = sum(map(len, inputs))
+def check_tokens(inputs: Sequence[Input], param: str) -> None:
+    tokens = sum(map(input_tokens, inputs))
     if tokens > MAX_TOKENS:
         raise InvalidRequestError(
             f"The inputs of one request may have {MAX_TOKENS} tokens together; these have "
@@ -139,21 +138,24 @@ def check_tokens(inputs: Sequence[Sequence[int]], param: str) -> None:
         )
 
 
-async def input_encoder(renderers: Renderers, card: ModelCard) -> InputEncoder:
+async def input_encoder(renderers: Renderers, card: ModelCard) -> Inputs:
+    if card.speaks_text:
+        return TextInputs(card.max_model_len)
     renderer = await renderers.get(card)
     return InputEncoder(renderer.tokenizer, card.vocab_size, card.max_model_len)
 
 
 def _jobs(ask: Ask) -> list[EncodeJob]:
     """The inputs in parts of which each fits into one message."""
-    parts: list[list[Sequence[int]]] = []
+    parts: list[list[Input]] = []
     size = 0
-    for ids in ask.inputs:
-        if not parts or len(parts[-1]) == MAX_ENCODE_INPUTS or size + len(ids) > MAX_ENCODE_TOKENS:
+    for each in ask.inputs:
+        tokens = input_tokens(each)
+        if not parts or len(parts[-1]) == MAX_ENCODE_INPUTS or size + tokens > MAX_ENCODE_TOKENS:
             parts.append([])
             size = 0
-        parts[-1].append(ids)
-        size += len(ids)
+        parts[-1].append(each)
+        size += tokens
     whole = EncodeJob(
         request_id=ask.request_id,
         card=ask.card,

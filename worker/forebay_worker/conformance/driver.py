@@ -5,6 +5,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from forebay_shared.asked import Asked
 from forebay_shared.models import ModelCard
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.telemetry import EngineMetrics
@@ -18,11 +19,13 @@ from forebay_shared.wire import (
     SequenceStart,
     Started,
     Submit,
+    SubmitText,
+    TextDelta,
     pack_ids,
 )
 from prometheus_client import CollectorRegistry
 
-from forebay_worker.engines.base import Engine
+from forebay_worker.engines.base import Engine, Teller
 
 WAIT_S = 120.0
 """An engine on a slow CPU may take its time; none may take for ever."""
@@ -119,6 +122,25 @@ class Driven:
         )
         return request_id
 
+    def submit_text(
+        self, asked: Asked, sampling: SamplingParams, *given: str, indexes: tuple[int, ...] = (0,)
+    ) -> str:
+        """Queues a request for an engine that speaks text; its id."""
+        assert isinstance(self.engine, Teller)
+        request_id = self.name(GATEWAY)
+        self.engine.submit_text(
+            SubmitText(
+                request_id=request_id,
+                attempt=1,
+                gateway=GATEWAY,
+                asked=asked,
+                sampling=sampling,
+                given=given,
+                indexes=indexes,
+            )
+        )
+        return request_id
+
     def replies(self, request_id: str) -> list[Reply]:
         with self._arrived:
             return list(self._replies[request_id])
@@ -132,8 +154,7 @@ class Driven:
         """Until so many tokens of a request have come, or it has failed."""
         self.wait(
             lambda: (
-                sum(len(r.token_ids) for r in self._replies[request_id] if isinstance(r, Delta))
-                >= count
+                sum(map(_tokens, self._replies[request_id])) >= count
                 or any(isinstance(reply, Failed) for reply in self._replies[request_id])
             )
         )
@@ -159,6 +180,10 @@ class Driven:
 
     def stop(self) -> None:
         self.engine.stop(10.0)
+
+
+def _tokens(reply: Reply) -> int:
+    return len(reply.token_ids) if isinstance(reply, Delta) else isinstance(reply, TextDelta)
 
 
 def _over(replies: Sequence[Reply], sequences: int) -> bool:

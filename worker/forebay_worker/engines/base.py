@@ -7,12 +7,21 @@ once; everything that happens to a request comes out through `emit`, once per st
 from typing import Protocol, runtime_checkable
 
 from forebay_shared.models import ModelCard
-from forebay_shared.wire import Encode, Load, Submit
+from forebay_shared.wire import Encode, Load, Submit, SubmitText
 
 from forebay_worker.engine.cache_log import CacheLog
 from forebay_worker.engine.ports import Emit, Recorder
 
-__all__ = ["CacheLog", "CacheTeller", "Emit", "Encoder", "Engine", "Recorder"]
+__all__ = [
+    "CacheLog",
+    "CacheTeller",
+    "Dependent",
+    "Emit",
+    "Encoder",
+    "Engine",
+    "Recorder",
+    "Teller",
+]
 
 
 class Engine(Protocol):
@@ -67,6 +76,25 @@ class Encoder(Protocol):
         One Embedded or Failed ends it, or Done("abort") after a cancel. A Started goes before when
         it takes more than a step.
         """
+        ...
+
+
+@runtime_checkable
+class Teller(Protocol):
+    """What an engine has besides when it takes and gives text: its card then has CAP_TEXT."""
+
+    def submit_text(self, submit: SubmitText) -> None:
+        """Queues a request, as `submit` does. What comes of it is emitted as TextDeltas."""
+        ...
+
+
+@runtime_checkable
+class Dependent(Protocol):
+    """What an engine has besides when its work is done elsewhere."""
+
+    @property
+    def available(self) -> bool:
+        """False while what it depends on is away: the worker then asks for no new requests."""
         ...
 
 

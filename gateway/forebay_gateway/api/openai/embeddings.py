@@ -17,7 +17,7 @@ from forebay_gateway.api.openai.schema import Count, TokenId
 from forebay_gateway.api.openai.turns import new_id
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.vectors import Ask, Made, VectorsAnswer
-from forebay_gateway.inputs import Cut, InputEncoder, Side
+from forebay_gateway.inputs import Cut, Input, Inputs, Side
 from forebay_gateway.prompt import Renderers
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.catalog import Catalog
@@ -104,7 +104,7 @@ def _request(body: bytes | bytearray) -> EmbeddingRequest:
     return request
 
 
-def cut_of(limit: int | None, side: Side | None, encoder: InputEncoder) -> Cut:
+def cut_of(limit: int | None, side: Side | None, encoder: Inputs) -> Cut:
     """What truncate_prompt_tokens asks for; -1: all that the model takes."""
     if limit is None:
         return Cut()
@@ -114,7 +114,7 @@ def cut_of(limit: int | None, side: Side | None, encoder: InputEncoder) -> Cut:
     return Cut(limit, side or "right")
 
 
-def _inputs(request: EmbeddingRequest, encoder: InputEncoder) -> list[list[int]]:
+def _inputs(request: EmbeddingRequest, encoder: Inputs) -> list[Input]:
     """Every input in ids. Not on the event loop: a body can hold millions of them."""
     given = request.input
     cut = cut_of(request.truncate_prompt_tokens, request.truncation_side, encoder)

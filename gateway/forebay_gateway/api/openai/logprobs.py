@@ -15,7 +15,7 @@ import msgspec
 from forebay_shared.wire import TokenLogprobs
 
 from forebay_gateway.api.transcript import Update
-from forebay_gateway.output import Vocabulary
+from forebay_gateway.output import Spelling
 
 FLOOR = -9999.0
 """Stands for a probability of zero, which JSON cannot say as a logarithm."""
@@ -64,7 +64,7 @@ class ChatLogprobs:
     """One choice of a chat. `top` is how many alternatives are listed, `as_ids` whether tokens are
     named by their ids."""
 
-    def __init__(self, vocabulary: Vocabulary, top: int, *, as_ids: bool = False) -> None:
+    def __init__(self, vocabulary: Spelling, top: int, *, as_ids: bool = False) -> None:
         self._vocabulary = vocabulary
         self._top = top
         self._as_ids = as_ids
@@ -106,7 +106,7 @@ class CompletionLogprobs:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: Spelling,
         top: int,
         *,
         as_ids: bool = False,
@@ -177,7 +177,7 @@ class CompletionLogprobs:
 class PromptScores:
     """The log-probabilities of the prompts themselves, for whoever asks for those of `top`."""
 
-    def __init__(self, vocabulary: Vocabulary, prompts: Sequence[Sequence[int]], top: int) -> None:
+    def __init__(self, vocabulary: Spelling, prompts: Sequence[Sequence[int]], top: int) -> None:
         """`prompts` has one for each choice."""
         self._vocabulary = vocabulary
         self._prompts = prompts
@@ -206,7 +206,7 @@ class PromptScores:
         return _PromptToken(_finite(logprob), rank, _text(self._vocabulary.spelling(token_id)))
 
 
-def _visible(vocabulary: Vocabulary, update: Update) -> Iterable[tuple[int, TokenLogprobs]]:
+def _visible(vocabulary: Spelling, update: Update) -> Iterable[tuple[int, TokenLogprobs]]:
     """The tokens that are listed: no control token, nothing that has no text."""
     for token_id, entry in zip(update.token_ids, update.logprobs, strict=False):
         if token_id not in vocabulary.special_ids and vocabulary.spelling(token_id):

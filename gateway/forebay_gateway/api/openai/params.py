@@ -25,8 +25,10 @@ from forebay_gateway.api.openai.schema import (
     GenerationRequest,
 )
 from forebay_gateway.api.openai.structured import grammar_of
+from forebay_gateway.api.openai.tools import function_use, tool_use
 from forebay_gateway.output import OutputOptions
 from forebay_gateway.prompt import Truncation
+from forebay_gateway.tools.base import ToolUse
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -36,6 +38,25 @@ COMPLETION_MAX_TOKENS = 16
 
 _SALT = re.compile(r"[\x21-\x7e]{1,128}")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+def use_of(request: ChatRequest, card: ModelCard) -> ToolUse | None:
+    """What may be called, by the new fields or by the old ones."""
+    if request.functions and (request.tools or request.tool_choice is not None):
+        raise InvalidRequestError(
+            "functions excludes tools and tool_choice, which replace it.", param="functions"
+        )
+    if request.functions or request.function_call not in (None, "none", "auto"):
+        field = "function_call"
+        use = function_use(request.functions, request.function_call)
+    else:
+        field = "tool_choice"
+        use = tool_use(
+            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
+        )
+    if use is not None and use.forced and not card.speaks_text:
+        need(card, CAP_GRAMMAR, field)
+    return use
 
 
 def stop_strings(request: GenerationRequest) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from forebay_gateway.api.openai.embeddings import Priority, Truncation, cut_of, 
 from forebay_gateway.api.openai.turns import new_id
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.vectors import Ask, Made, VectorsAnswer, Write
-from forebay_gateway.inputs import Cut, InputEncoder, Side
+from forebay_gateway.inputs import Cut, Input, Inputs, Side
 from forebay_gateway.prompt import Renderers
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.catalog import Catalog
@@ -146,7 +146,7 @@ class ScoringService:
         vectors.embedding_of(card, request.model)
         encoder = await vectors.input_encoder(self._renderers, card)
 
-        def encode() -> list[list[int]]:
+        def encode() -> list[Input]:
             cut = cut_of(request.truncate_prompt_tokens, request.truncation_side, encoder)
             return [
                 ids
@@ -193,7 +193,7 @@ def _shorter(cut: Cut, most: int | None, card: ModelCard) -> Cut:
     return Cut(min(most, cut.limit or card.max_model_len, card.max_model_len), cut.side)
 
 
-def _ids(encoder: InputEncoder, name: str, texts: Sequence[str], cut: Cut) -> list[list[int]]:
+def _ids(encoder: Inputs, name: str, texts: Sequence[str], cut: Cut) -> list[Input]:
     if len(texts) == 1 and name == "query":
         return [encoder.text(texts[0], cut, name)]
     if cut.limit is not None:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from forebay_shared.asked import Prompt
 from forebay_shared.errors import InvalidRequestError
 from forebay_shared.models import ModelCard
 from litestar.types import ASGIApp
 
-from forebay_gateway.api.openai import params
+from forebay_gateway.api.openai import params, texts
 from forebay_gateway.api.openai.chat_shape import ChatShape
 from forebay_gateway.api.openai.completion_shape import Best, CompletionShape
 from forebay_gateway.api.openai.logprobs import (
@@ -36,10 +37,13 @@ from forebay_gateway.api.openai.shapes import (
     UsageFields,
 )
 from forebay_gateway.api.openai.turns import Turn, Turns, allowed, new_id, new_job, room
+from forebay_gateway.dispatch import Job
 from forebay_gateway.interpret import Reading
-from forebay_gateway.output import Vocabulary
+from forebay_gateway.output import Spelling
 from forebay_gateway.prompt import Renderer, Truncation
+from forebay_gateway.relayed import Words
 from forebay_gateway.teams.caller import Caller
+from forebay_gateway.telling import TextJob
 
 MAX_PROMPTS = 256
 MAX_CHOICES = 1024
@@ -63,7 +67,7 @@ class OpenAIService:
             _identity(turn.job.request_id, request),
             _extras(
                 request,
-                turn.renderer.vocabulary,
+                turn.reading.vocabulary,
                 [turn.job.prompt] * turn.job.n,
                 _chat_logprobs(request, turn),
             ),
@@ -78,15 +82,45 @@ class OpenAIService:
         request = await self._renderers.run(lambda: decode_completion(body), size)
         card = self._turns.generator(request.model, caller)
         request = allowed(request, card, caller)
+        answer_id = new_id("cmpl-")
+        if card.speaks_text:
+            work = await self._renderers.run(
+                lambda: _text_work(request, card, answer_id, caller), size
+            )
+        else:
+            work = await self._token_work(request, card, answer_id, caller, size)
+        plan, prompts, jobs, reading = work
+        choices = [prompt for prompt in prompts for _ in range(plan.candidates)]
+        shape = CompletionShape(
+            _identity(answer_id, request),
+            _extras(
+                request,
+                reading.vocabulary,
+                [prompt.token_ids for prompt in choices],
+                _completion_logprobs(request, reading.vocabulary, choices),
+            ),
+            echoes=["".join(prompt.pieces) for prompt in choices] if request.echo else (),
+            scored=plan.scores_echo,
+            best=Best(request.n or 1, plan.candidates, len(prompts)) if plan.is_contest else None,
+        )
+        return self._turns.answer(request, jobs, reading, shape)
+
+    async def _token_work(
+        self,
+        request: CompletionRequest,
+        card: ModelCard,
+        answer_id: str,
+        caller: Caller,
+        size: int,
+    ) -> "_Work":
         plan = _plan(request, card)
         renderer = await self._renderers.get(card)
         prompts, bad_words = await self._renderers.run(
             lambda: (_encode_all(renderer, request, card, plan), renderer.words(plan.words)), size
         )
-        answer_id = new_id("cmpl-")
         jobs = [
             new_job(
-                answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                _numbered(answer_id, number, len(prompts)),
                 request,
                 card,
                 prompt.token_ids,
@@ -104,20 +138,7 @@ class OpenAIService:
             )
             for number, prompt in enumerate(prompts)
         ]
-        choices = [prompt for prompt in prompts for _ in range(plan.candidates)]
-        shape = CompletionShape(
-            _identity(answer_id, request),
-            _extras(
-                request,
-                renderer.vocabulary,
-                [prompt.token_ids for prompt in choices],
-                _completion_logprobs(request, renderer.vocabulary, choices),
-            ),
-            echoes=["".join(prompt.pieces) for prompt in choices] if request.echo else (),
-            scored=plan.scores_echo,
-            best=Best(request.n or 1, plan.candidates, len(prompts)) if plan.is_contest else None,
-        )
-        return self._turns.answer(request, jobs, Reading(renderer.vocabulary), shape)
+        return _Work(plan, prompts, jobs, Reading(renderer.vocabulary))
 
 
 class _Plan(NamedTuple):
@@ -155,6 +176,49 @@ def _plan(request: CompletionRequest, card: ModelCard) -> _Plan:
     )
 
 
+class _Work(NamedTuple):
+    """A text completion made ready: its jobs, one for each prompt, and how they are read."""
+
+    plan: _Plan
+    prompts: list[EchoedPrompt]
+    jobs: list[Job] | list[TextJob]
+    reading: Reading | texts.TextReading
+
+
+def _text_work(
+    request: CompletionRequest, card: ModelCard, answer_id: str, caller: Caller
+) -> _Work:
+    """The work for an engine that speaks text."""
+    given = texts.prompts_of(request, card)
+    plan = _plan(request, card)
+    _check_number(len(given), plan)
+    if not all(given):
+        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+    sampling = params.sampling_params(
+        request, card, room=texts.ROOM, limit=plan.limit, logprobs=plan.sampled_logprobs
+    )
+    jobs = [
+        texts.text_job(
+            _numbered(answer_id, number, len(given)),
+            request,
+            card,
+            Prompt(text),
+            sampling,
+            caller,
+            limited=True,
+            n=plan.candidates,
+        )
+        for number, text in enumerate(given)
+    ]
+    prompts = [EchoedPrompt([], (text,)) for text in given]
+    return _Work(plan, prompts, jobs, texts.TextReading(Words()))
+
+
+def _numbered(answer_id: str, number: int, of: int) -> str:
+    """The id of one of several jobs."""
+    return answer_id if of == 1 else f"{answer_id}-{number}"
+
+
 def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     """All four forms of `prompt` as a list of texts or ids."""
     if isinstance(prompt, str):
@@ -172,16 +236,20 @@ def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list
     return texts or lists
 
 
+def _check_number(prompts: int, plan: _Plan) -> None:
+    if prompts > MAX_PROMPTS or prompts * plan.candidates > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"A request may hold at most {MAX_PROMPTS} prompts and {MAX_CHOICES} choices.",
+            param="prompt",
+        )
+
+
 def _encode_all(
     renderer: Renderer, request: CompletionRequest, card: ModelCard, plan: _Plan
 ) -> list[EchoedPrompt]:
     """Every prompt of a request. Not on the event loop: a body can hold millions of ids."""
     prompts = _split_prompts(request.prompt)
-    if len(prompts) > MAX_PROMPTS or len(prompts) * plan.candidates > MAX_CHOICES:
-        raise InvalidRequestError(
-            f"A request may hold at most {MAX_PROMPTS} prompts and {MAX_CHOICES} choices.",
-            param="prompt",
-        )
+    _check_number(len(prompts), plan)
     return [_encode(renderer, prompt, card, request, plan) for prompt in prompts]
 
 
@@ -220,7 +288,7 @@ def _identity(answer_id: str, request: GenerationRequest) -> Identity:
 
 def _extras(
     request: GenerationRequest,
-    vocabulary: Vocabulary,
+    vocabulary: Spelling,
     prompts: Sequence[list[int]],
     logprobs: Sequence[LogprobsWriter],
 ) -> Extras:
@@ -240,12 +308,12 @@ def _chat_logprobs(request: ChatRequest, turn: Turn) -> list[ChatLogprobs]:
     if top is None:
         return []
     as_ids = bool(request.return_tokens_as_token_ids)
-    vocabulary = turn.renderer.vocabulary
+    vocabulary = turn.reading.vocabulary
     return [ChatLogprobs(vocabulary, top, as_ids=as_ids) for _ in range(turn.job.n)]
 
 
 def _completion_logprobs(
-    request: CompletionRequest, vocabulary: Vocabulary, choices: Sequence[EchoedPrompt]
+    request: CompletionRequest, vocabulary: Spelling, choices: Sequence[EchoedPrompt]
 ) -> list[CompletionLogprobs]:
     """One writer for each choice, when they are asked for."""
     top = request.logprobs

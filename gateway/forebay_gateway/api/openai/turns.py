@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar, cast
 
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
-from forebay_shared.models import CAP_GENERATE, CAP_GRAMMAR, ModelCard
+from forebay_shared.models import CAP_GENERATE, ModelCard
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.template import Json
 from litestar.types import ASGIApp
 from msgspec.structs import replace
 
-from forebay_gateway.api.answers import EARLY_S, Keeper, StreamedAnswer, WholeAnswer, Writer
+from forebay_gateway.api.answers import Keeper, StreamedAnswer, WholeAnswer, Writer
 from forebay_gateway.api.openai import params
 from forebay_gateway.api.openai.bounds import bounded
 from forebay_gateway.api.openai.messages import conversation
 from forebay_gateway.api.openai.schema import ChatRequest, GenerationRequest
-from forebay_gateway.api.openai.tools import function_use, is_flat, tool_use
+from forebay_gateway.api.openai.texts import TextReading, chat_job
+from forebay_gateway.api.openai.tools import is_flat
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.transcript import Transcript
 from forebay_gateway.dispatch import Job
@@ -35,6 +36,7 @@ from forebay_gateway.prompt import (
 )
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.catalog import Catalog
+from forebay_gateway.telling import TextJob
 from forebay_gateway.tools.base import ToolUse
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -60,9 +62,8 @@ class Turn(NamedTuple):
     """
 
     request: ChatRequest
-    renderer: Renderer
-    job: Job
-    reading: Reading
+    job: Job | TextJob
+    reading: Reading | TextReading
     logprobs: int | None
 
 
@@ -92,8 +93,14 @@ class Turns:
 
         Raises ForebayError for everything that is wrong with the request.
         """
-        card, renderer, prompt, options, use = await self.render(request, caller, size)
+        card = self.generator(request.model, caller)
         request = allowed(request, card, caller)
+        if card.speaks_text:
+            told = await self.renderers.run(
+                lambda: chat_job(request, card, answer_id, caller), size
+            )
+            return Turn(request, *told)
+        _, renderer, prompt, options, use = await self._render(request, card, size)
         logprobs = params.chat_logprobs(request, card)
         words = params.bad_words(request, card)
         bad_words = await self.renderers.run(lambda: renderer.words(words), size) if words else ()
@@ -111,7 +118,7 @@ class Turns:
         if reading.grammar is not None:
             sampling = replace(sampling, grammar=reading.grammar)
         job = new_job(answer_id, request, card, prompt, sampling, caller)
-        return Turn(request, renderer, job, reading, logprobs)
+        return Turn(request, job, reading, logprobs)
 
     async def render(self, request: ChatRequest, caller: Caller, size: int) -> Rendered:
         """The prompt alone, which may be longer than what the model takes.
@@ -119,7 +126,10 @@ class Turns:
         Raises ForebayError for what is wrong with the messages, the tools or the template's values.
         """
         card = self.generator(request.model, caller)
-        use = _use(request, card)
+        return await self._render(request, card, size)
+
+    async def _render(self, request: ChatRequest, card: ModelCard, size: int) -> Rendered:
+        use = params.use_of(request, card)
         options = _template_options(request, use, params.truncation(request, card))
         renderer = self._with_own_template(await self.renderers.get(card), request.chat_template)
 
@@ -161,8 +171,8 @@ class Turns:
     def run(
         self,
         request: GenerationRequest,
-        jobs: Sequence[Job],
-        reading: Reading,
+        jobs: Sequence[Job | TextJob],
+        reading: Reading | TextReading,
         *,
         by_token: bool = False,
     ) -> Transcript:
@@ -177,7 +187,11 @@ class Turns:
         )
 
     def answer(
-        self, request: GenerationRequest, jobs: Sequence[Job], reading: Reading, writer: Writer
+        self,
+        request: GenerationRequest,
+        jobs: Sequence[Job | TextJob],
+        reading: Reading | TextReading,
+        writer: Writer,
     ) -> ASGIApp:
         """The answer to one HTTP request, whole or streamed, in the writer's dialect."""
         return self.written(request, self.run(request, jobs, reading), writer)
@@ -193,7 +207,7 @@ class Turns:
         if not request.stream:
             return WholeAnswer(transcript, writer, keeper)
         # Without any worker a 503 may be the answer, however late: then no status goes out before.
-        early_s = EARLY_S if self.backend.roster.ready else None
+        early_s = transcript.early_s if self.backend.roster.ready else None
         open_streams = self.backend.telemetry.open_streams
         return StreamedAnswer(transcript, writer, open_streams, early_s, keeper)
 
@@ -242,25 +256,6 @@ def new_job(
 def new_id(prefix: str) -> str:
     """An id that nobody can guess."""
     return f"{prefix}{secrets.token_hex(16)}"
-
-
-def _use(request: ChatRequest, card: ModelCard) -> ToolUse | None:
-    """What may be called, by the new fields or by the old ones."""
-    if request.functions and (request.tools or request.tool_choice is not None):
-        raise InvalidRequestError(
-            "functions excludes tools and tool_choice, which replace it.", param="functions"
-        )
-    if request.functions or request.function_call not in (None, "none", "auto"):
-        field = "function_call"
-        use = function_use(request.functions, request.function_call)
-    else:
-        field = "tool_choice"
-        use = tool_use(
-            request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False
-        )
-    if use is not None and use.forced:
-        params.need(card, CAP_GRAMMAR, field)
-    return use
 
 
 def _template_options(

@@ -170,7 +170,7 @@ class _Counted(msgspec.Struct):
 def _logprobs(turn: Turn) -> ChatLogprobs | None:
     if turn.logprobs is None:
         return None
-    return ChatLogprobs(turn.renderer.vocabulary, turn.logprobs)
+    return ChatLogprobs(turn.reading.vocabulary, turn.logprobs)
 
 
 def _with_own_names(turn: Turn) -> Turn:
