@@ -162,6 +162,11 @@ class Attempts(ABC, Generic[E]):
         self.dispatcher.exit(self, cancelled=self._book.open)
         self._book.clear()
 
+    def reasoned(self, tokens: int) -> None:
+        """So many tokens of all sequences were thinking, so far."""
+        if self._meter is not None:
+            self._meter.reasoning_tokens = tokens
+
     def abort(self, index: int, was_open: bool) -> None:
         """Stops sequence `index`, which the book has dropped, and the attempt with the last one."""
         if self._meter is not None:

@@ -90,11 +90,6 @@ class Generation(Attempts[Event]):
         """Aborts sequence `index` (a stop string matched); no further event of it is returned."""
         self.abort(index, self._ledger.drop(index))
 
-    def reasoned(self, tokens: int) -> None:
-        """So many tokens of all sequences were thinking, so far."""
-        if self._meter is not None:
-            self._meter.reasoning_tokens = tokens
-
     def prompt(self) -> Prompt:
         return self._prompt
 

@@ -122,7 +122,7 @@ class WorkerSettings:
         str, Meta(description="local directory, .gguf file or hub id; default: the demo model")
     ] = ""
     engine: Annotated[
-        str, Meta(description="kind of engine: native, http, vllm, echo or a plug-in's name")
+        str, Meta(description="kind of engine: native, http, echo or a plug-in's name")
     ] = "native"
     redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = (
         _LOCAL_REDIS
