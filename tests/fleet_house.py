@@ -21,10 +21,10 @@ from redis_house import RedisServer
 from serve_house import until
 
 KEY = "sk-fleet"
-START_S = 90.0
+START_S = 240.0
 _NAME = re.compile(r"worker (\w+) serves")
 _RUN = """
-import os, sys, time
+import ctypes, os, signal, sys, threading, time
 if pace := float(os.environ.pop("TEST_PACE_S", 0)):
     from forebay_worker.engine.core import EngineCore
     step = EngineCore.step
@@ -32,10 +32,28 @@ if pace := float(os.environ.pop("TEST_PACE_S", 0)):
         time.sleep(pace)
         step(core)
     EngineCore.step = paced
-if jump := os.environ.pop("TEST_CLOCK", ""):
-    after, by = map(float, jump.split(","))
-    real, at = time.time, time.monotonic() + after
-    time.time = lambda: real() + (by if time.monotonic() > at else 0.0)
+if os.environ.pop("TEST_HANG", ""):
+    from forebay_worker.engines.echo import EchoEngine
+    advance, hangs = EchoEngine._step, threading.Event()
+    def hanging(engine):
+        while hangs.is_set():
+            time.sleep(1)
+        return advance(engine)
+    EchoEngine._step = hanging
+    signal.signal(signal.SIGUSR2, lambda *_: hangs.set())
+if seize_s := float(os.environ.pop("TEST_SEIZE_S", 0)):
+    from forebay_worker.beacon import Presence
+    renew, libc = Presence.renew, ctypes.PyDLL(None)
+    def seize(presence):
+        renew(presence)
+        libc.sleep(int(seize_s))  # with the interpreter's lock
+    Presence.renew = seize
+if jump := float(os.environ.pop("TEST_CLOCK", 0)):
+    real, offset = time.time, [0.0]
+    time.time = lambda: real() + offset[0]
+    signal.signal(signal.SIGUSR1, lambda *_: offset.__setitem__(0, jump))
+else:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 from forebay_shared.cli import main
 sys.exit(main())
 """
@@ -65,6 +83,14 @@ class Process:
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def jump(self) -> None:
+        """Its wall clock is TEST_CLOCK seconds off from now on, if that was given."""
+        self.send(signal.SIGUSR1)
+
+    def hang(self) -> None:
+        """Its next step does not end, if TEST_HANG was given."""
+        self.send(signal.SIGUSR2)
 
     def kill(self) -> None:
         """SIGKILL, as a crash would."""
@@ -130,7 +156,7 @@ class Fleet:
         self.processes: list[Process] = []
         self.placements: list[str] = []
         """The worker of each attempt of a generation, in order."""
-        self._watching = Redis(unix_socket_path=str(redis.socket)).monitor()
+        self._watching = Redis(unix_socket_path=str(redis.socket), socket_timeout=None).monitor()
         self._watching.__enter__()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -201,7 +227,7 @@ def stream(
     """The raw bytes of an event stream; `seen(k)` is called when k events have come."""
     raw, count = b"", 0
     with (
-        httpx.Client(timeout=60, headers=AUTH) as client,
+        httpx.Client(timeout=120, headers=AUTH) as client,
         client.stream("POST", gateway.base + path, json={**body, "stream": True}) as answer,
     ):
         if answer.status_code != 200:

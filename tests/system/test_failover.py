@@ -1,0 +1,159 @@
+"""Workers that stop, hang or die one after the other, and clocks that jump: what clients see, and
+what the metrics say of it. All parts are real processes."""
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fleet_house import AUTH, Fleet, Gateway, Worker, fleet, stream
+from redis_house import redis_running
+from serve_house import until
+from transcripts import check_error, check_stream
+
+pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+
+COMPLETIONS = "/v1/completions"
+HOUR_S = 3600
+
+
+@pytest.fixture
+def house() -> Iterator[Fleet]:
+    with redis_running() as redis, fleet(redis) as processes:
+        yield processes
+
+
+def _body(tokens: int, **more: object) -> dict:
+    return {"model": "echo", "prompt": "abcdef", "max_tokens": tokens, **more}
+
+
+def _check(raw: bytes, tokens: int) -> None:
+    heard = check_stream(raw, model="echo", chat=False)
+    assert heard.texts[0] == ("abcdef" * tokens)[:tokens]
+
+
+def _idle(gateway: Gateway) -> bool:
+    return gateway.metric("vllm:num_requests_running") == 0
+
+
+def test_a_zombie_is_fenced_drops_its_work_and_serves_again(house: Fleet) -> None:
+    gateway = house.gateway()
+    for _ in range(2):
+        house.echo(10.0)
+    house.ready(gateway, 2)
+
+    def seen(count: int) -> None:
+        if count == 10:
+            house.holder(0).send(signal.SIGSTOP)
+        if count == 30:  # another worker has taken over
+            zombie = house.holder(0)
+            assert house.placements[1] != zombie.name
+            zombie.send(signal.SIGCONT)
+            until(lambda: "lost its lease" in zombie.log)
+
+    _check(stream(gateway, COMPLETIONS, _body(1500), seen), 1500)
+    zombie = house.holder(0).name
+    until(lambda: gateway.metric("forebay_leases_lost_total", engine=zombie) >= 1)
+    until(lambda: gateway.metric("forebay_fenced_requests_total", engine=zombie) == 1)
+    late = [gateway.metric("forebay_dropped_replies_total", reason=why) for why in _LATE]
+    assert sum(late) >= 1
+    house.ready(gateway, 2)
+    until(lambda: _idle(gateway))
+    assert gateway.metric("forebay_resubmitted_total") == 1
+    other = house.workers[house.placements[1]]
+    other.kill()
+    _check(stream(gateway, COMPLETIONS, _body(20)), 20)
+    assert house.placements[-1] == zombie
+
+
+_LATE = ("fenced", "unknown")
+
+
+def test_a_step_that_hangs_ends_its_worker_and_nothing_else(house: Fleet) -> None:
+    gateway = house.gateway()
+    for _ in range(2):
+        house.echo(10.0, "--step-timeout-s", "2", TEST_HANG="1")
+    house.ready(gateway, 2)
+    hanging: list[Worker] = []
+
+    def seen(count: int) -> None:
+        if count == 10:
+            hanging.append(house.holder(0))
+            hanging[0].hang()
+
+    _check(stream(gateway, COMPLETIONS, _body(1000), seen), 1000)
+    assert hanging[0].process.wait(60) == 1
+    assert "The engine hangs" in hanging[0].log
+    assert gateway.metric("forebay_resubmitted_total") == 1
+    assert len(set(house.placements)) == 2
+
+
+def test_a_thread_that_keeps_the_interpreter_ends_its_worker_too(house: Fleet) -> None:
+    hanging = house.echo(0.0, "--step-timeout-s", "1", TEST_SEIZE_S="600")
+    assert hanging.process.wait(120) == 1
+    assert "Timeout" in hanging.log
+    assert "seize" in hanging.log
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "in one piece"])
+def test_what_loses_three_workers_ends_with_one_error(house: Fleet, streamed: bool) -> None:
+    gateway = house.gateway()
+    for _ in range(4):
+        house.echo(30.0)
+    house.ready(gateway, 4)
+    killed = 0
+
+    def kill() -> None:
+        nonlocal killed
+        for attempt in range(3):
+            house.holder(attempt).kill()
+            killed += 1
+            if attempt < 2:
+                until(lambda seen=attempt + 2: len(house.placements) >= seen, 30)
+
+    if streamed:
+        raw = stream(
+            gateway, COMPLETIONS, _body(3000), lambda count: kill() if count == 5 else None
+        )
+        heard = check_stream(raw, model="echo", chat=False)
+        assert heard.error is not None
+        assert heard.error["code"] == "worker_lost"
+        assert heard.reasons == {}
+        assert raw.count(b'"error"') == 1
+        said = "".join(heard.texts.values())
+        assert said == ("abcdef" * 3000)[: len(said)]
+    else:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        url = gateway.base + COMPLETIONS
+        answer = httpx.post(url, json=_body(3000), headers=AUTH, timeout=60)
+        killer.join()
+        check_error(answer.content, status=503)
+        assert answer.status_code == 503
+        assert json.loads(answer.content)["error"]["code"] == "worker_lost"
+    assert killed == len(house.placements) == 3
+    _check(stream(gateway, COMPLETIONS, _body(20)), 20)
+    until(lambda: _idle(gateway))
+
+
+@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
+@pytest.mark.parametrize("whose", ["gateway", "worker"])
+def test_a_clock_that_jumps_changes_nothing(house: Fleet, whose: str, jump_s: int) -> None:
+    clock = {"TEST_CLOCK": f"{jump_s}"}
+    gateway = house.gateway(**(clock if whose == "gateway" else {}))
+    for _ in range(2):
+        house.echo(10.0, **(clock if whose == "worker" else {}))
+    house.ready(gateway, 2)
+
+    def seen(count: int) -> None:
+        if count == 10:
+            for each in (gateway, *house.workers.values()):
+                each.jump()
+
+    _check(stream(gateway, COMPLETIONS, _body(600), seen), 600)
+    _check(stream(gateway, COMPLETIONS, _body(20)), 20)
+    for name in ("workers_lost", "resubmitted", "redis_reconnects", "streams_lost", "leases_lost",
+                 "strays_cleared", "dropped_replies"):  # fmt: skip
+        assert gateway.metric(f"forebay_{name}_total") == 0, name
