@@ -1,4 +1,5 @@
-"""Who may call: bearer keys, kept as keyed digests and compared in constant time; default-deny.
+"""Who may call: bearer keys, kept as keyed digests and compared in constant time, and signed
+tokens; default-deny.
 
 The decision is made on the raw ASGI path before any body is read and before any routing, so that no
 spelling of a path or of a Host header opens a door. Configured keys are here, those of teams in
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from forebay_shared.errors import AuthenticationError
 
+from forebay_gateway.teams.bearer import looks_signed
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.secrets import Token, split
 
@@ -27,6 +29,8 @@ class Identifies(Protocol):
     def closed(self) -> bool: ...
 
     def identify(self, token: Token, client: str) -> Caller: ...
+
+    async def identify_bearer(self, presented: bytes, client: str) -> Caller: ...
 
 
 class Keyring:
@@ -56,13 +60,15 @@ class Keyring:
         # Keyed BLAKE2b is a MAC of 2 us; OpenSSL's HMAC takes 20 us and more to set up.
         return blake2b(key, key=self._secret, digest_size=32).digest()
 
-    def authorize(self, path: str, headers: Mapping[bytes, bytes], client: str = "") -> Caller:
+    async def authorize(
+        self, path: str, headers: Mapping[bytes, bytes], client: str = ""
+    ) -> Caller:
         """The caller, who comes from the address `client`. A configured key's team is its number,
         which is opaque and stable.
 
         Raises:
             AuthenticationError: the path asks for a key and none or a wrong one is sent.
-            PermissionDeniedError, BusError: as teams.Teams.identify.
+            PermissionDeniedError, OverloadedError: as teams.Teams.identify and identify_bearer.
         """
         if path in self._open_paths:
             return Caller()
@@ -83,6 +89,8 @@ class Keyring:
             return Caller(f"key-{found}", root=found == self._root)
         if self._teams is not None and (token := split(key)) is not None:
             return self._teams.identify(token, client)
+        if self._teams is not None and looks_signed(key):
+            return await self._teams.identify_bearer(key, client)
         raise AuthenticationError("The API key is not valid.")
 
 

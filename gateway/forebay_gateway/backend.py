@@ -162,6 +162,7 @@ async def connect(settings: GatewaySettings) -> AsyncGenerator[Backend]:
             reading.start("digests", backend.digests.run())
             reading.start("upkeep", backend.upkeep())
             reading.start("teams", backend.teams.sync.run())
+            reading.start("issuers", backend.teams.keeper.run())
             reading.start("janitor", backend.janitor.run())
             reading.start("books", backend.teams.bookkeeper.run())
             for number, exporter in enumerate(backend.teams.exporters):

@@ -95,7 +95,8 @@ AUDIT_MAXLEN = 100_000
 
 
 def directory() -> str:
-    """Hash: `kind/id` -> `revision json`: organisations, teams, users, keys, models, aliases.
+    """Hash: `kind/id` -> `revision json`: organisations, teams, users, keys, models, aliases,
+    issuers.
 
     All that teams have in Redis shares one hash tag, since one script must see all of it.
     """

@@ -31,6 +31,7 @@ from forebay_shared.errors import (
     BusError,
     ContextLengthError,
     DeadlineError,
+    DrainingError,
     InvalidRequestError,
     ModelNotFoundError,
     NoWorkerError,
@@ -142,6 +143,7 @@ def test_a_missing_model_is_followed_by_one_that_is_served() -> None:
     [
         (NoWorkerError, "missing"),
         (WorkerLostError, "missing"),
+        (DrainingError, "missing"),
         (OverloadedError, "overloaded"),
         (DeadlineError, "overloaded"),
         (ContextLengthError, "context"),

@@ -12,6 +12,7 @@ import pytest
 from forebay_gateway.admin.client import AdminClient
 from forebay_gateway.api.admin.routes import route_table
 from forebay_shared.settings import Secret, StartError
+from issuer_house import Signer
 from serve_house import Serve, starting, until
 
 pytestmark = pytest.mark.system
@@ -45,7 +46,20 @@ organisations:
       - id: grey
         limits: {requests_per_minute: 3, concurrent_requests: 1}
         keys: [{name: app}]
+issuers:
+  - id: corp
+    issuer: https://login.example.com/
+    audiences: [forebay]
+    jwks: JWKS
+    user_claim: email
+    grants:
+      - {claim: role, value: viewer, team: red, role: viewer}
+      - {claim: role, value: member, team: red, role: member}
+      - {claim: role, value: admin, team: red, role: admin}
+      - {claim: role, value: owner, organisation: acme, role: owner}
+      - {claim: role, value: root, role: owner}
 """
+SIGNER, FORGER = Signer("corp"), Signer("corp")
 
 
 class House:
@@ -56,7 +70,9 @@ class House:
         self.data = data
         self.base = server.url.removesuffix("/v1")
         self.file = data / "teams.yaml"
-        self.file.write_text(DOCUMENT)
+        (data / "jwks.json").write_text(json.dumps({"keys": [SIGNER.jwk]}))
+        self.document = DOCUMENT.replace("JWKS", str(data / "jwks.json"))
+        self.file.write_text(self.document)
         self.admin = AdminClient(server.url, Secret((data / "admin-key").read_text().strip()))
         self.tokens: dict[str, str] = {}
 
@@ -94,6 +110,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
             if token:
                 house.tokens[name] = "sk-fb-" + token
         assert len(house.tokens) == 8, made
+        for role in ("viewer", "member", "admin", "owner", "root", "unmapped"):
+            house.tokens[f"token/{role}"] = SIGNER.token(role=role, email=USERS.get(role, ""))
+        house.tokens["token/nobody"] = FORGER.token(role="root")
         yield house
 
 
@@ -113,7 +132,7 @@ def test_a_document_is_applied_once_and_exported_as_it_was(house: House) -> None
     assert "sk-fb" not in exported
     assert "digest" not in exported
     bad = house.data / "bad.yaml"
-    bad.write_text(DOCUMENT.replace("requests_per_minute: 2", "requests_per_minuet: 2"))
+    bad.write_text(house.document.replace("requests_per_minute: 2", "requests_per_minuet: 2"))
     refused = house.run("apply", str(bad))
     assert refused.returncode == 2
     assert "organisations[1].teams[0].limits.requests_per_minuet" in refused.stderr
@@ -224,7 +243,8 @@ def test_a_change_says_what_it_had_read(house: House) -> None:
 
 # What a role may do: the owner of the fleet everything, the others what is named here.
 READS = {"GET /admin/v1/whoami", "GET /admin/v1/openapi.json"}
-LISTS = {f"GET /admin/v1/{p}" for p in ("organisations", "teams", "users", "keys", "aliases")}
+LISTS = {f"GET /admin/v1/{p}" for p in ("organisations", "teams", "users", "keys")}
+LISTS |= {"GET /admin/v1/aliases", "GET /admin/v1/issuers"}
 LISTS |= {"GET /admin/v1/models", "GET /admin/v1/models/{id}"}
 MATRIX = {
     "viewer": READS | LISTS | {"GET /v1/usage"},
@@ -233,20 +253,28 @@ MATRIX = {
     "owner": READS | LISTS | {"GET /admin/v1/usage"},
 }
 KEYS = {"viewer": "red/eye", "member": "red/bob", "admin": "red/ann", "owner": "acme/boss"}
+USERS = {"member": "bob", "admin": "ann"}
+TOKENS = {role: f"token/{role}" for role in (*MATRIX, "unmapped", "nobody")}
 TARGETS = {
     "organisations": "umbrella", "teams": "green", "users": "nobody", "models": "echo",
-    "aliases": "none", "keys": "0123456789ab", "rotate": "0123456789ab",
+    "aliases": "none", "issuers": "corp", "keys": "0123456789ab", "rotate": "0123456789ab",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("role", [*MATRIX, "configured", "nobody"])
+@pytest.mark.parametrize(
+    ("role", "names"),
+    [
+        *((role, KEYS) for role in (*MATRIX, "configured", "nobody")),
+        *((role, TOKENS) for role in TOKENS),
+    ],
+)
 def test_every_route_is_closed_to_every_role_but_those_that_are_named(
-    house: House, role: str
+    house: House, role: str, names: dict[str, str]
 ) -> None:
-    """Each route with what belongs to another organisation, or to all."""
+    """Each route with what belongs to another organisation, or to all; by key and by token."""
     table = [(row.method, row.path) for row in route_table(None, None)]  # type: ignore[arg-type]
     key = {"configured": house.server.key, "nobody": "sk-fb-000000000000-0"}.get(role)
-    with house.http(key or KEYS[role]) as http:
+    with house.http(names.get(role) or key or "") as http:
         for method, path in [*table, ("GET", "/admin/v1/openapi.json")]:
             kind = path.split("/")[3] if path.startswith("/admin") else ""
             target = path.replace("{id}", TARGETS.get(kind, "x"))
@@ -256,6 +284,8 @@ def test_every_route_is_closed_to_every_role_but_those_that_are_named(
             allowed = f"{method} {path}" in MATRIX.get(role, set())
             if role == "nobody":
                 assert status == 401, (method, path)
+            elif role == "unmapped":
+                assert status == 403, (method, path)
             elif allowed:
                 assert status == 200, (method, path)
             else:
@@ -303,8 +333,42 @@ def test_a_team_admin_rules_its_team_and_nothing_above_it(house: House) -> None:
         assert {key["user"] for key in http.get("/admin/v1/keys").json()["data"]} == {"bob"}
 
 
+def test_a_token_chats_pays_and_rules_as_its_role(house: House) -> None:
+    assert ask(house.client("token/member"))
+    with pytest.raises(openai.AuthenticationError):
+        ask(house.client("token/nobody"))
+    with pytest.raises(openai.PermissionDeniedError, match="nothing here is granted"):
+        ask(house.client("token/unmapped"))
+
+    def booked() -> bool:
+        query = {"by": "key,user", "team": "red"}
+        rows = house.admin.call("GET", "usage", query=query)["data"]
+        return ("corp/red/bob", "bob") in {(row["key"], row["user"]) for row in rows}
+
+    until(booked)
+    with house.http("token/admin") as http:
+        made = http.post("/admin/v1/keys", json={"team": "red", "name": "by-token"})
+        assert made.status_code == 201
+        assert http.delete(f"/admin/v1/keys/{made.json()['id']}").status_code == 200
+        assert http.get("/admin/v1/issuers").json()["data"] == []
+        assert http.put("/admin/v1/issuers/corp", json={}).status_code == 400
+    with house.http("token/owner") as http:
+        grant = {"claim": "role", "value": "x", "role": "owner"}
+        body = {"issuer": "https://evil/", "audiences": ["a"], "jwks": "/k", "grants": [grant]}
+        assert http.put("/admin/v1/issuers/mine", json=body).status_code == 403
+    with house.http("token/root") as http:
+        seen = http.get("/admin/v1/issuers/corp")
+        assert seen.json()["issuer"] == "https://login.example.com/"
+        assert http.get("/admin/v1/whoami").json()["role"] == "owner"
+    actors = {line["who"] for line in house.admin.pages("audit")}
+    assert "token corp: ann" in actors
+
+
 def test_nothing_secret_is_in_any_answer_log_or_metric(house: House) -> None:
-    secrets = [token.split("-")[3] for token in house.tokens.values()]
+    secrets = [
+        token.split("-")[3] if token.startswith("sk-fb-") else token.split(".")[2]
+        for token in house.tokens.values()
+    ]
     secrets.append((house.data / "admin-key").read_text().strip())
     shown = [json.dumps(list(house.admin.pages("audit"))), house.run("keys", "list").stdout]
     with house.http(str(house.admin._key)) as http:

@@ -17,7 +17,7 @@ from forebay_gateway.admin.client import DEFAULT_URL, AdminClient, find_key
 
 Tree = dict[str, Any]
 
-LISTS = ("organisations", "teams", "users", "keys", "models", "aliases")
+LISTS = ("organisations", "teams", "users", "keys", "models", "aliases", "issuers")
 EXAMPLES = """\
 examples:
   forebay admin apply teams.yaml --dry-run      what would change

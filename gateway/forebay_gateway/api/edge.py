@@ -175,7 +175,7 @@ class Edge:
             await self._preflight(headers)(scope, receive, send)
             return
         client = self._proxies.client(scope["client"], headers)
-        caller = self._keyring.authorize(path, headers, client)
+        caller = await self._keyring.authorize(path, headers, client)
         scope["state"][_CALLER] = caller
         inner = _as_routed(scope)
         caller.check_route(_route(inner["path"]))

@@ -62,12 +62,14 @@ class Access:
     """
 
     __slots__ = (
-        "cache_salt", "engine_team", "key", "models", "networks", "organisation", "role",
+        "cache_salt", "engine_team", "key", "models", "networks", "noun", "organisation", "role",
          "routes", "scopes", "standing", "team", "user", "weight",
     )  # fmt: skip
 
-    def __init__(self, key: Key, directory: Directory) -> None:
+    def __init__(self, key: Key, directory: Directory, noun: str = "API key") -> None:
+        """`noun`: what its holder sent, in words."""
         self.key = key
+        self.noun = noun
         self.user: User | None = directory.user(key.user) if key.user else None
         self.team: Team | None = directory.team(key.team) if key.team else None
         above = self.team.organisation if self.team is not None else key.organisation
@@ -101,10 +103,10 @@ class Access:
     def refusal(self, now: float, client: str) -> ForebayError | None:
         """Why the key may not call at all; None when it may."""
         if self.key.expires and now >= self.key.expires:
-            return AuthenticationError("The API key has expired.")
+            return AuthenticationError(f"The {self.noun} has expired.")
         for scope in self.scopes:
             if scope.record.disabled:
-                return PermissionDeniedError(f"The {scope.kind} of this API key is disabled.")
+                return PermissionDeniedError(f"The {scope.kind} of this {self.noun} is disabled.")
         if self.networks and not self._from_allowed(client):
             return PermissionDeniedError("This API key may not be used from this address.")
         return None

@@ -13,6 +13,7 @@ from typing import Protocol
 from forebay_shared.errors import (
     ContextLengthError,
     DeadlineError,
+    DrainingError,
     ForebayError,
     ModelNotFoundError,
     NoWorkerError,
@@ -27,6 +28,7 @@ from forebay_gateway.teams.records import Alias, Condition, Target
 _CONDITIONS: Mapping[type[ForebayError], Condition] = {
     NoWorkerError: "missing",
     WorkerLostError: "missing",
+    DrainingError: "missing",
     OverloadedError: "overloaded",
     DeadlineError: "overloaded",
     ContextLengthError: "context",

@@ -26,12 +26,13 @@ class Caller:
     everything is allowed but the admin API, and nothing is counted.
 
     `team` is the engine's fairness key, opaque and stable; `headers` go out with the answer, beside
-    those of its `standing`. `route` is the way to the model that it asked for, and `lot`, in
+    those of its `standing`. `name` is who it is for the audit log, where that is more than its key.
+    `route` is the way to the model that it asked for, and `lot`, in
     [0, 1), what draws among several.
     """
 
     __slots__ = (
-        "_gate", "access", "headers", "lot", "root", "route", "standing", "team",
+        "_gate", "access", "headers", "lot", "name", "root", "route", "standing", "team",
     )  # fmt: skip
 
     def __init__(
@@ -41,6 +42,7 @@ class Caller:
         gate: Gate | None = None,
         *,
         root: bool = False,
+        name: str = "",
     ) -> None:
         self.team = team
         self._gate = gate
@@ -49,6 +51,7 @@ class Caller:
         """It is the admin key: it may do everything in the admin API, and nothing else."""
         self.headers: Headers = []
         self.standing = access.standing if access is not None else None
+        self.name = name
         self.lot = random.random()
         self.route: Route | None = None
 

@@ -7,6 +7,7 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 from datetime import date
 from typing import cast, get_args
+from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
 import msgspec
@@ -14,7 +15,19 @@ from forebay_shared.errors import InvalidRequestError
 from forebay_shared.telemetry import ROUTES
 from msgspec.structs import fields
 
-from forebay_gateway.teams.records import TYPES, Alias, Caps, Entry, Key, Kind, Limits
+from forebay_gateway.teams.records import (
+    TYPES,
+    Alias,
+    Caps,
+    Entry,
+    Issuer,
+    Key,
+    Kind,
+    Limits,
+    Record,
+)
+
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def parse(kind: Kind, tree: object, where: str) -> Entry:
@@ -46,7 +59,11 @@ def check(entry: Entry, where: str) -> None:
     if isinstance(entry, Key):
         _check_key(entry, where)
     elif isinstance(entry, Alias):
+        _check_unlimited(entry, where, "a model's: give them to those that the alias names")
         _check_alias(entry, where)
+    elif isinstance(entry, Issuer):
+        _check_unlimited(entry, where, "a team's: give them to those that the grants name")
+        _check_issuer(entry, where)
 
 
 def _check_key(key: Key, where: str) -> None:
@@ -75,9 +92,6 @@ def _check_alias(alias: Alias, where: str) -> None:
     names = [target.model for target in alias.targets]
     if len(set(names)) < len(names):
         raise _invalid(f"{where}.targets", "must name each model once")
-    if alias.budgets or alias.limits != Limits():
-        at = f"{where}.budgets" if alias.budgets else f"{where}.limits"
-        raise _invalid(at, "are a model's: give them to those that the alias names")
     for name in Caps.__struct_fields__:
         default, cap = getattr(alias.defaults, name), getattr(alias.caps, name)
         if default is not None and cap is not None and default > cap:
@@ -86,6 +100,40 @@ def _check_alias(alias: Alias, where: str) -> None:
         _check_day(getattr(alias, name), f"{where}.{name}")
     if alias.sunset and not alias.deprecated <= alias.sunset:
         raise _invalid(f"{where}.sunset", "must not be before the day of deprecation")
+
+
+def _check_issuer(issuer: Issuer, where: str) -> None:
+    if not is_location(issuer.jwks):
+        raise _invalid(
+            f"{where}.jwks",
+            "must be an https:// URL, an http:// one of this host, or the whole path of a file",
+        )
+    for number, grant in enumerate(issuer.grants):
+        at = f"{where}.grants[{number}]"
+        if grant.role != "owner" and not grant.team:
+            raise _invalid(f"{at}.team", "is needed for every role but owner")
+        if grant.team and (grant.organisation or grant.role == "owner"):
+            raise _invalid(f"{at}.team", "goes with neither an organisation nor the role owner")
+
+
+def is_location(jwks: str) -> bool:
+    """Whether keys may be read from there: nobody on the way must be able to put in others."""
+    if jwks.startswith("/"):
+        return True
+    try:
+        url = urlsplit(jwks)
+        host = url.hostname or ""
+    except ValueError:
+        return False
+    if url.username is not None or not host or not jwks.isascii() or not jwks.isprintable():
+        return False
+    return url.scheme == "https" or (url.scheme == "http" and host in _LOOPBACK)
+
+
+def _check_unlimited(record: Record, where: str, whose: str) -> None:
+    if record.budgets or record.limits != Limits():
+        at = f"{where}.budgets" if record.budgets else f"{where}.limits"
+        raise _invalid(at, f"are {whose}")
 
 
 def _check_day(text: str, at: str) -> None:

@@ -17,6 +17,7 @@ from forebay_gateway.teams.records import (
     TYPES,
     Alias,
     Entry,
+    Issuer,
     Key,
     Kind,
     Model,
@@ -80,6 +81,11 @@ class Directory:
                 if alias.team == owner:
                     found[alias.public_name] = alias
         return found
+
+    def issuers(self) -> dict[str, Issuer]:
+        """By what their tokens name as `iss`."""
+        found = cast("list[Issuer]", self.all("issuer"))
+        return {each.issuer: each for each in found}
 
     def get(self, kind: Kind, name: str) -> Entry | None:
         return self._entries[kind].get(name)
@@ -193,6 +199,10 @@ def parents(entry: Entry) -> list[str]:
     """The places of the records that this one needs."""
     if isinstance(entry, Team):
         return [f"organisation/{entry.organisation}"]
+    if isinstance(entry, Issuer):
+        teams = [f"team/{grant.team}" for grant in entry.grants if grant.team]
+        above = [f"organisation/{each.organisation}" for each in entry.grants if each.organisation]
+        return list(dict.fromkeys(teams + above))
     found: list[str] = []
     if isinstance(entry, Key | User | Alias) and entry.team:
         found.append(f"team/{entry.team}")

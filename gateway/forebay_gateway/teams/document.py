@@ -4,6 +4,7 @@
     aliases: [{id, targets, …}]
     organisations: [{id, …, keys: […], teams: [{id, …, users: […], keys: […], aliases: […]}]}]
     keys: [{name, role: owner}]
+    issuers: [{id, issuer, audiences, jwks, grants: [{claim, value, team, role}]}]
 
 A key is known by its name within its team: its id and secrets are never in the document. Pure.
 """
@@ -30,9 +31,10 @@ _SECTIONS: Mapping[str, Kind] = {
     "keys": "key",
     "models": "model",
     "aliases": "alias",
+    "issuers": "issuer",
 }
 _INSIDE: Mapping[str, tuple[str, ...]] = {
-    "": ("models", "aliases", "organisations", "keys"),
+    "": ("models", "aliases", "organisations", "keys", "issuers"),
     "organisation": ("teams", "keys"),
     "team": ("users", "keys", "aliases"),
 }
@@ -120,6 +122,7 @@ def write(directory: Directory) -> Tree:
     tree["keys"] = [
         _plain(key) for key in _keys(directory) if not key.team and not key.organisation
     ]
+    tree["issuers"] = [_plain(entry) for entry in directory.all("issuer")]
     return cast(Tree, _without_empty(tree))
 
 

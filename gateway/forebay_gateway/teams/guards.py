@@ -38,7 +38,7 @@ def actor_of(caller: Caller) -> Actor:
     if access is None:
         raise PermissionDeniedError("This API key has no role in the admin API.")
     return Actor(
-        f"key {access.key.id}",
+        caller.name or f"key {access.key.id}",
         access.role,
         access.organisation_id,
         access.team_id,

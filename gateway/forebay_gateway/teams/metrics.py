@@ -25,6 +25,7 @@ class TeamsCollector(Collector):
         yield from self._directory()
         yield from self._books()
         yield from self._exports()
+        yield from self._issuers()
 
     def _limits(self) -> Iterable[Metric]:
         limiter = self._teams.limiter
@@ -97,6 +98,13 @@ class TeamsCollector(Collector):
             "usage_export_failures",
             "Times that a target did not take records.",
             sum(each.failures for each in exporters),
+        )
+
+    def _issuers(self) -> Iterable[Metric]:
+        keeper = self._teams.keeper
+        yield _counter("jwks_reads", "Times that an issuer's keys were read.", keeper.version)
+        yield _counter(
+            "jwks_failures", "Times that an issuer's keys could not be read.", keeper.failures
         )
 
 

@@ -1,4 +1,4 @@
-"""What the directory holds: organisations, teams, users, keys, models, aliases: frozen records.
+"""What the directory holds, from organisations to issuers of tokens, as frozen records.
 
 A record is JSON in Redis, under `kind/id`. Fields are only ever added, with defaults, and a reader
 ignores what it does not know, so gateways of two versions share one directory. It knows no Redis
@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Kind = Literal["organisation", "team", "user", "key", "model", "alias"]
-KINDS: tuple[Kind, ...] = ("organisation", "team", "user", "key", "model", "alias")
+Kind = Literal["organisation", "team", "user", "key", "model", "alias", "issuer"]
+KINDS: tuple[Kind, ...] = ("organisation", "team", "user", "key", "model", "alias", "issuer")
 """Parents come before children."""
 
 Role = Literal["owner", "admin", "member", "viewer"]
@@ -42,7 +42,7 @@ Parent = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._@-]{0,62})?$")]
 Count = Annotated[int, Meta(ge=0, le=10**12)]
 Text = Annotated[str, Meta(max_length=200)]
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=MAX_LIST)]
-ModelName = Annotated[str, Meta(min_length=1, max_length=200)]
+Word = Annotated[str, Meta(min_length=1, max_length=200)]
 Tokens = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -153,7 +153,7 @@ class Model(Record, frozen=True, omit_defaults=True, kw_only=True):
 class Target(msgspec.Struct, frozen=True, omit_defaults=True):
     """A served model and its share of the requests."""
 
-    model: ModelName
+    model: Word
     weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
 
 
@@ -189,7 +189,7 @@ class Alias(Record, frozen=True, omit_defaults=True, kw_only=True):
     id: Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,192}$")]
     team: Parent = ""
     targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=32)]
-    fallbacks: Annotated[tuple[ModelName, ...], Meta(max_length=32)] = ()
+    fallbacks: Annotated[tuple[Word, ...], Meta(max_length=32)] = ()
     fall_back_on: Annotated[tuple[Condition, ...], Meta(max_length=3)] = CONDITIONS
     defaults: Defaults = Defaults()
     caps: Caps = Caps()
@@ -206,7 +206,46 @@ class Alias(Record, frozen=True, omit_defaults=True, kw_only=True):
         return tuple(dict.fromkeys((*(target.model for target in self.targets), *self.fallbacks)))
 
 
-Entry = Organisation | Team | User | Key | Model | Alias
+Algorithm = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
+]  # fmt: skip
+"""Signatures by a private key. What is checked with a shared secret, or not at all, is not here."""
+
+
+class Grant(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What a token may do whose `claim` has this `value`, or has it in its list.
+
+    A claim inside others is named by its path, with dots. `team` is empty only for an owner: of
+    `organisation`, or of the whole fleet.
+    """
+
+    claim: Word
+    value: Word
+    team: Parent = ""
+    organisation: Parent = ""
+    role: Role = "member"
+
+
+class Issuer(Record, frozen=True, omit_defaults=True, kw_only=True):
+    """Who signs tokens (JWT) that open as keys do, with what its `grants` say: the first that fits.
+
+    `issuer` is the tokens' `iss`, `audiences` one of which is their `aud`. `jwks` says where the
+    public keys are: an https URL, or a file of the gateway. `user_claim` names the user of the
+    team, where there is one.
+    """
+
+    issuer: Annotated[str, Meta(min_length=1, max_length=500)]
+    audiences: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=16)]
+    jwks: Annotated[str, Meta(min_length=1, max_length=500)]
+    algorithms: Annotated[tuple[Algorithm, ...], Meta(min_length=1, max_length=10)] = (
+        "RS256", "ES256", "EdDSA",
+    )  # fmt: skip
+    leeway_s: Annotated[float, Meta(ge=0, le=300)] = 30.0
+    user_claim: Annotated[str, Meta(max_length=200)] = "sub"
+    grants: Annotated[tuple[Grant, ...], Meta(min_length=1, max_length=MAX_LIST)]
+
+
+Entry = Organisation | Team | User | Key | Model | Alias | Issuer
 TYPES: Mapping[Kind, type[Entry]] = {
     "organisation": Organisation,
     "team": Team,
@@ -214,6 +253,7 @@ TYPES: Mapping[Kind, type[Entry]] = {
     "key": Key,
     "model": Model,
     "alias": Alias,
+    "issuer": Issuer,
 }
 _KIND_OF: Mapping[type[Entry], Kind] = {cls: kind for kind, cls in TYPES.items()}
 

@@ -1,7 +1,7 @@
 """Writes the directory: records in one atomic step, each against the revision it was read at.
 
 What is written is checked here once more as a whole: no record without its parent, no two keys of
-one name. It knows no HTTP.
+one name, no two issuers of the same tokens. It knows no HTTP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,13 @@ from forebay_shared.scripts import Script
 from forebay_shared.wire import WIRE_VERSION
 
 from forebay_gateway.teams.directory import Directory, encode
-from forebay_gateway.teams.records import Entry, Key
+from forebay_gateway.teams.records import Entry, Issuer, Key, place_of
 from forebay_gateway.teams.sync import DirectorySync
 
 ANY = -1
 """Whatever revision a record has."""
 MIRRORED_S = 2.0
+MAX_ISSUERS = 32
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -87,6 +88,7 @@ class DirectoryStore:
         return revision
 
     def _check(self, changes: Mapping[str, Entry | None]) -> None:
+        self._check_issuers(changes)
         lonely = self._directory.missing_parent(changes)
         if lonely is not None:
             raise ConflictError(f"{lonely[0]} needs {lonely[1]}, which would not exist.")
@@ -100,3 +102,14 @@ class DirectoryStore:
                 continue
             if names.setdefault((entry.team, entry.organisation, entry.name), place) != place:
                 raise ConflictError(f"There is a key named '{entry.name}' in this team already.")
+
+    def _check_issuers(self, changes: Mapping[str, Entry | None]) -> None:
+        issuers = [entry for entry in changes.values() if isinstance(entry, Issuer)]
+        if not issuers:
+            return
+        kept = [each for each in self._directory.all("issuer") if place_of(each) not in changes]
+        named = [each.issuer for each in (*cast("list[Issuer]", kept), *issuers)]
+        if len(set(named)) < len(named):
+            raise ConflictError("There is an issuer of these tokens already.")
+        if len(named) > MAX_ISSUERS:
+            raise ConflictError(f"There may be {MAX_ISSUERS} issuers at most.")

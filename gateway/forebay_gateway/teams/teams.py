@@ -14,10 +14,12 @@ from forebay_gateway.meter import Toll
 from forebay_gateway.teams.access import Access, Gatekeeper
 from forebay_gateway.teams.admin import Admin
 from forebay_gateway.teams.aliases import configured
+from forebay_gateway.teams.bearer import Bearers
 from forebay_gateway.teams.bookkeeper import Bookkeeper
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.directory import Directory
 from forebay_gateway.teams.exporter import Exporter
+from forebay_gateway.teams.jwks import KeyKeeper
 from forebay_gateway.teams.limiter import Limiter
 from forebay_gateway.teams.reports import Reports
 from forebay_gateway.teams.secrets import Token
@@ -58,6 +60,8 @@ class Teams:
         ]
         self.reports = Reports(self.directory, self.bookkeeper)
         self._gatekeeper = Gatekeeper(self.directory)
+        self.keeper = KeyKeeper(self.directory)
+        self._bearers = Bearers(self.directory, self.keeper)
         self._always = settings.teams
 
     @property
@@ -72,10 +76,24 @@ class Teams:
             AuthenticationError, PermissionDeniedError: it may not call.
             BusError: nobody can know now.
         """
-        if self.sync.age_s > STALE_S:
-            raise BusError("Keys cannot be checked now. Please retry.", retry_after_s=2.0)
+        self._must_be_fresh()
         access = self._gatekeeper.open(token, self.sync.pepper, time.time(), client)
         return Caller(access.engine_team, access, self)
+
+    async def identify_bearer(self, presented: bytes, client: str) -> Caller:
+        """The caller with this signed token.
+
+        Raises:
+            AuthenticationError, PermissionDeniedError: it may not call.
+            OverloadedError: nobody can know now.
+        """
+        self._must_be_fresh()
+        access, name = await self._bearers.open(presented, time.time(), client)
+        return Caller(access.engine_team, access, self, name=name)
+
+    def _must_be_fresh(self) -> None:
+        if self.sync.age_s > STALE_S:
+            raise BusError("Keys cannot be checked now. Please retry.", retry_after_s=2.0)
 
     def toll(self, caller: Caller, access: Access, alias: str, model: str) -> Toll:
         """Who pays for a job; see Caller.toll."""

@@ -33,6 +33,7 @@ PLURALS: Mapping[Kind, str] = {
     "key": "keys",
     "model": "models",
     "alias": "aliases",
+    "issuer": "issuers",
 }
 DEFAULT_PAGE = 100
 _ETAG = re.compile(rb'(?:W/)?"(\d{1,18})"')
