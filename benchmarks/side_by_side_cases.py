@@ -268,7 +268,10 @@ _MEANT_SHAPES: list[tuple[str, str]] = [
     (r"(\[\]\.)?system_fingerprint", "OpenAI's field is optional and says nothing of our engine"),
     (r"(\[\]\.)?choices\[\]\.logprobs\.refusal", "OpenAI has it; vLLM does not"),
     (r"choices\[\]\.message\.content", "null beside a call, as OpenAI; vLLM: an empty string"),
-    (r"(\[\]\.)?choices\[\]\.stop_reason", "which stop matched is told by /v1/messages only"),
+    (
+        r"\[\]\.choices\[\]\.stop_reason",
+        "in a choice's last chunk; vLLM's text completions have it in all",
+    ),
     (r"data\[\]\.(root|parent|permission)", "relics; a path of the server is nobody's business"),
     (r"data\[\]\.capabilities", "what the model can do; an addition"),
     (r"messages: .*", "Anthropic's own types have it; vLLM leaves it out"),

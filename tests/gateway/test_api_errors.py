@@ -114,6 +114,8 @@ def test_a_field_that_would_change_the_answer_is_never_ignored(api: Api, field: 
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "x"}}]}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages"),
         ({"messages": [{"role": "tool", "tool_call_id": None, "content": "x"}]}, "messages"),

@@ -152,6 +152,7 @@ MESSAGES = Endpoint(
         "output_format": {"type": "json_schema", "schema": SCHEMA},
         "cache_salt": "mine",
         "chat_template_kwargs": {"a": 1},
+        "priority": 1,
         "metadata": {"user_id": "u"},
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},

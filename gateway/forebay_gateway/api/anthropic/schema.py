@@ -11,18 +11,80 @@ from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from msgspec import Meta
 
 from forebay_gateway.api.decoding import decode, null
+from forebay_gateway.api.openai import refused
 from forebay_gateway.api.openai.schema import Count
 
 MIN_BUDGET_TOKENS = 1024
 
 
-class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that ask for what nothing here does: null or refused."""
+class Unsupported(refused.Foreign, frozen=True, kw_only=True):
+    """Fields that ask for what nothing here does: null or refused.
 
+    Beside what other dialects refuse too, there are those of this one, and those of chats.
+    """
+
+    add_generation_prompt: object = None
+    add_special_tokens: object = None
+    allowed_token_ids: object = None
+    bad_words: object = None
+    best_of: object = None
+    chat_template: object = None
     container: object = None
     context_management: object = None
+    continue_final_message: object = None
+    documents: object = None
+    echo: object = None
+    enable_thinking: object = None
+    frequency_penalty: object = None
+    function_call: object = None
+    functions: object = None
+    ignore_eos: object = None
+    include_reasoning: object = None
+    include_stop_str_in_output: object = None
     inference_geo: object = None
+    logit_bias: object = None
+    logprobs: object = None
+    max_completion_tokens: object = None
     mcp_servers: object = None
+    min_p: object = None
+    min_tokens: object = None
+    modalities: object = None
+    n: object = None
+    parallel_tool_calls: object = None
+    presence_penalty: object = None
+    prompt: object = None
+    prompt_logprobs: object = None
+    reasoning_effort: object = None
+    repetition_penalty: object = None
+    response_format: object = None
+    return_token_ids: object = None
+    return_tokens_as_token_ids: object = None
+    seed: object = None
+    skip_special_tokens: object = None
+    stop: object = None
+    stop_token_ids: object = None
+    structured_outputs: object = None
+    top_logprobs: object = None
+    truncate_prompt_tokens: object = None
+    truncation_side: object = None
+    verbosity: object = None
+
+
+_OWN = refused.own_fields(Unsupported)
+_HINTS = {
+    "chat_template": "; use chat_template_kwargs",
+    "enable_thinking": "; use thinking",
+    "functions": "; use tools",
+    "function_call": "; use tool_choice",
+    "include_reasoning": "; use thinking.display",
+    "max_completion_tokens": "; use max_tokens",
+    "parallel_tool_calls": "; use tool_choice.disable_parallel_tool_use",
+    "prompt": "; use messages",
+    "reasoning_effort": "; use output_config.effort",
+    "response_format": "; use output_config.format",
+    "stop": "; use stop_sequences",
+    "structured_outputs": "; use output_config.format",
+}
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -99,6 +161,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
 
 
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
@@ -125,9 +188,11 @@ def decode_count(body: bytes | bytearray) -> CountRequest:
 
 
 def _check(request: CountRequest) -> None:
-    for name in Unsupported.__struct_fields__:
-        if getattr(request, name) not in (None, [], {}):
-            raise UnsupportedError(f"{name} is not supported.", param=name)
+    refused.refuse(request)
+    try:
+        refused.refuse_own(request, _OWN, _HINTS)
+    except UnsupportedError as error:
+        raise UnsupportedError(error.message) from None  # it is meant by the name that it has
     thinking = request.thinking
     if thinking is None:
         return

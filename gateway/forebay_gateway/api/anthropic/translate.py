@@ -62,6 +62,7 @@ def chat_request(request: CountRequest) -> chat.ChatRequest:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        priority=request.priority,
     )
 
 

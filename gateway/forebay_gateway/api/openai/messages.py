@@ -31,6 +31,12 @@ def _message(message: ClientMessage, at: str) -> Message:
         raise InvalidRequestError(
             f"{at}.role must be one of {', '.join(ROLES)}.", param=f"{at}.role"
         )
+    if message.prefix:
+        raise UnsupportedError(
+            f"{at}.prefix is not supported; use continue_final_message.", param=f"{at}.prefix"
+        )
+    if message.audio is not None:
+        raise UnsupportedError(f"{at}.audio is not supported.", param=f"{at}.audio")
     calls = bool(message.tool_calls) or message.function_call is not None
     rendered: Message = {
         "role": _RENDERED.get(role, role),

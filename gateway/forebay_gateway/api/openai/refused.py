@@ -4,6 +4,7 @@ They are declared so that they are refused by name, never ignored. Null is alway
 value that asks for nothing. It knows no model.
 """
 
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import msgspec
@@ -14,8 +15,9 @@ from forebay_gateway.api.openai.structured import REMOVED
 Flag = bool | None
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """Of vLLM, SGLang and OpenAI. A flag may be false, but for those whose false says more."""
+class Foreign(msgspec.Struct, frozen=True, kw_only=True):
+    """Of vLLM, SGLang and OpenAI, whatever the dialect. A flag may be false, but for those whose
+    false says more."""
 
     audio: object = None
     custom_logit_processor: object = None
@@ -63,7 +65,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     stream_reasoning: Flag = None
     suffix: str | None = None
     task: object = None
-    thinking: object = None
     thinking_token_budget: int | None = None
     use_audio_in_video: Flag = None
     use_beam_search: Flag = None
@@ -72,6 +73,12 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     watermark: object = None
     watermarking: Flag = None
     web_search_options: object = None
+
+
+class Refused(Foreign, frozen=True, kw_only=True):
+    """The same where `thinking` is not a field of the dialect itself."""
+
+    thinking: object = None
 
 
 HARMLESS: dict[str, object] = {
@@ -98,18 +105,32 @@ _HINTS = {
     "use_beam_search": "; use n or best_of",
 }
 
-_names = Refused.__struct_fields__
-_values = attrgetter(*_names)
-_NOTHING = (None,) * len(_names)
+_READ = {kind: attrgetter(*kind.__struct_fields__) for kind in (Foreign, Refused)}
 
 
-def refuse(request: Refused) -> None:
+def refuse(request: Foreign) -> None:
     """Raises UnsupportedError that names the first field that cannot be honoured."""
-    found = _values(request)
-    if found == _NOTHING:
+    kind = Refused if isinstance(request, Refused) else Foreign
+    names = kind.__struct_fields__
+    found = _READ[kind](request)
+    if found == (None,) * len(names):
         return
-    for name, value in zip(_names, found, strict=True):
+    for name, value in zip(names, found, strict=True):
         harmless = HARMLESS.get(name, False)
         if value is not None and not (value == harmless and type(value) is type(harmless)):
             hint = _HINTS.get(name, "")
             raise UnsupportedError(f"{name} is not supported{hint}.", param=name)
+
+
+def own_fields(kind: type[Foreign]) -> tuple[str, ...]:
+    """The fields that a dialect refuses beside those of every dialect."""
+    return tuple(name for name in kind.__struct_fields__ if name not in Refused.__struct_fields__)
+
+
+def refuse_own(request: Foreign, names: Sequence[str], hints: Mapping[str, str]) -> None:
+    """Raises UnsupportedError that names the first of a dialect's own that is there, and says what
+    to use instead."""
+    for name in names:
+        if getattr(request, name) not in (None, [], {}):
+            hint = hints.get(name, "")
+            raise UnsupportedError(f"{name} is not supported here{hint}.", param=name)

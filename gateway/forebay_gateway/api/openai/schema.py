@@ -101,6 +101,8 @@ class Message(msgspec.Struct, frozen=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
+    prefix: bool | None = None
+    audio: object = None
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):

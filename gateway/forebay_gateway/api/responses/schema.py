@@ -123,6 +123,7 @@ class Elsewhere(refused.Refused, frozen=True, kw_only=True):
 
     access_programs: object = None
     add_generation_prompt: object = None
+    add_special_tokens: object = None
     best_of: object = None
     chat_template: object = None
     context_management: object = None
@@ -130,26 +131,29 @@ class Elsewhere(refused.Refused, frozen=True, kw_only=True):
     conversation: object = None
     documents: object = None
     echo: object = None
+    enable_response_messages: object = None
     function_call: object = None
     functions: object = None
+    include_reasoning: object = None
     logprobs: object = None
     max_completion_tokens: object = None
     max_tokens: object = None
     messages: object = None
     modalities: object = None
     n: object = None
+    previous_input_messages: object = None
     prompt: object = None
     prompt_logprobs: object = None
     reasoning_effort: object = None
     response_format: object = None
     return_token_ids: object = None
+    return_tokens_as_token_ids: object = None
     truncate_prompt_tokens: object = None
+    truncation_side: object = None
     verbosity: object = None
 
 
-_OWN = tuple(
-    name for name in Elsewhere.__struct_fields__ if name not in refused.Refused.__struct_fields__
-)
+_OWN = refused.own_fields(Elsewhere)
 _HINTS = {
     "function_call": "; use tool_choice",
     "functions": "; use tools",
@@ -159,6 +163,7 @@ _HINTS = {
     "messages": "; use input",
     "reasoning_effort": "; use reasoning.effort",
     "response_format": "; use text.format",
+    "previous_input_messages": "; use previous_response_id",
     "truncate_prompt_tokens": "; use truncation",
     "verbosity": "; use text.verbosity",
 }
@@ -231,11 +236,7 @@ def decode_request(body: bytes | bytearray) -> ResponsesRequest:
     """Raises InvalidRequestError that names the first bad field."""
     request = decode(_decoder, body)
     refused.refuse(request)
-    for name in _OWN:
-        if getattr(request, name) is not None:
-            raise UnsupportedError(
-                f"{name} is not supported here{_HINTS.get(name, '')}.", param=name
-            )
+    refused.refuse_own(request, _OWN, _HINTS)
     _check_options(request)
     _check_metadata(request.metadata or {})
     if any(name not in _INCLUDABLE for name in request.include or ()):
