@@ -323,6 +323,7 @@ class Renderers:
         self._blob = blob
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="prompt")
         self._patient = ThreadPoolExecutor(MAX_BORROWED, thread_name_prefix="template")
+        self._borrowing = asyncio.Semaphore(MAX_BORROWED)
         self._ready: OrderedDict[tuple[object, ...], Renderer] = OrderedDict()
         self._lock = asyncio.Lock()
 
@@ -377,8 +378,20 @@ class Renderers:
         return work() if chars <= INLINE_CHARS else await self.in_thread(work)
 
     async def patiently(self, work: Callable[[], T]) -> T:
-        """`work` that waits for another process, in a thread that nobody else needs."""
-        return await asyncio.get_running_loop().run_in_executor(self._patient, work)
+        """`work` that waits for another process, in a thread that nobody else needs.
+
+        Who waits for a thread may leave, so none is left to be done when this process ends.
+        """
+
+        def over(done: asyncio.Future[T]) -> None:
+            self._borrowing.release()
+            if not done.cancelled():
+                done.exception()  # seen, though who asked may have left
+
+        await self._borrowing.acquire()
+        working = asyncio.get_running_loop().run_in_executor(self._patient, work)
+        working.add_done_callback(over)
+        return await asyncio.shield(working)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

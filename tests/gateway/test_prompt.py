@@ -7,7 +7,14 @@ from datetime import datetime
 import msgspec
 import pytest
 from forebay_gateway import prompt
-from forebay_gateway.prompt import INLINE_CHARS, MAX_RENDERERS, Renderer, Renderers, TemplateOptions
+from forebay_gateway.prompt import (
+    INLINE_CHARS,
+    MAX_BORROWED,
+    MAX_RENDERERS,
+    Renderer,
+    Renderers,
+    TemplateOptions,
+)
 from forebay_shared.errors import BusError, ContextLengthError, InvalidRequestError
 from forebay_shared.models import ModelCard
 from gateway_fakes import (
@@ -181,6 +188,34 @@ async def test_large_work_leaves_the_event_loop_and_small_work_stays() -> None:
     here = threading.get_ident()
     assert await renderers.run(threading.get_ident, INLINE_CHARS) == here
     assert await renderers.run(threading.get_ident, INLINE_CHARS + 1) != here
+
+
+async def test_so_many_wait_for_other_processes_and_who_leaves_takes_no_place() -> None:
+    renderers = Renderers(ScriptedBackend().blob)
+    running, go_on = threading.Semaphore(0), threading.Event()
+    begun: list[int] = []
+
+    def work(number: int) -> int:
+        begun.append(number)
+        running.release()
+        go_on.wait()
+        raise InvalidRequestError("too long")
+
+    calls = [
+        asyncio.create_task(renderers.patiently(lambda at=at: work(at)))
+        for at in range(MAX_BORROWED + 3)
+    ]
+    for _ in range(MAX_BORROWED):
+        await asyncio.to_thread(running.acquire)
+    left = calls.pop(0), calls.pop()
+    for call in left:
+        call.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    assert len(begun) == MAX_BORROWED
+    go_on.set()
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(end, InvalidRequestError) for end in ends)
+    assert len(begun) == MAX_BORROWED + 2
 
 
 async def test_a_renderer_is_loaded_once_for_all_who_wait() -> None:
