@@ -122,6 +122,11 @@ class Attempts(ABC, Generic[E]):
         self._error: ForebayError | None = None
         self.placement: Placement | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Anything of it ran, in any attempt."""
+        return self._book.begun
+
     @abstractmethod
     def message(self, attempt: int) -> Task:
         """What the worker of this attempt is to do."""

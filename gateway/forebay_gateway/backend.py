@@ -129,11 +129,11 @@ class Backend:
 
     def _renew(self) -> None:
         call = self.publisher.call
-        call("SET", keys.gateway_lease(self.gateway), "1", "PX", keys.LEASE_MS)
+        call("SET", keys.gateway_lease(self.gateway), "1", "PX", keys.LEASE_MS, vital=True)
         call("SADD", keys.gateways(), self.gateway)
         call("PEXPIRE", keys.gateways(), keys.STREAM_TTL_MS)
         metrics = snapshot(self.telemetry.registry)
-        call("SET", keys.metrics(self.gateway), metrics, "PX", keys.LEASE_MS)
+        call("SET", keys.metrics(self.gateway), metrics, "PX", keys.LEASE_MS, vital=True)
 
     async def farewell(self) -> None:
         """Leaves nothing behind; the lease goes, so workers abort what this gateway left open."""

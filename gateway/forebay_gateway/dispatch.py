@@ -5,7 +5,7 @@ text and no HTTP: it sees token ids, the roster, the inbox and one lane per work
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,9 @@ REPLACE_S = 6.0
 """Longest wait for a worker where none lives. One that was lost is found by its lease first, so an
 answer comes within 10 s."""
 BUS_AWAY_S = 8.0
-"""Redis away for longer ends what waits for it."""
+"""Redis away for longer ends what waits for its first token."""
+BUS_GONE_S = 60.0
+"""Redis away for longer ends what runs too; until then it goes on when Redis is back."""
 
 __all__ = ["Dispatcher", "Event", "Generation", "Job"]
 
@@ -261,8 +263,10 @@ class Dispatcher:
             self._away_since = None
         elif self._away_since is None:
             self._away_since = now
-        elif now - self._away_since > BUS_AWAY_S:
-            self._inbox.fail_all(_bus_away())
+        elif (away_s := now - self._away_since) > BUS_AWAY_S:
+            for running in self._running:
+                if running.placement is not None and (away_s > BUS_GONE_S or not running.has_begun):
+                    running.placement.box.fail(_bus_away())
 
     def _lane(self, worker: str) -> Lane[Work]:
         lane = self._lanes.get(worker)
@@ -276,6 +280,7 @@ class Dispatcher:
                 limit=LANE_LIMIT,
                 patience_s=LANE_PATIENCE_S,
                 undelivered=partial(self._undelivered, worker),
+                vital=_is_vital,
             )
         return lane
 
@@ -307,6 +312,11 @@ class Dispatcher:
 
 def _bus_away() -> BusError:
     return BusError("The message bus is not available. Please retry.", retry_after_s=1.0)
+
+
+def _is_vital(messages: Sequence[Work]) -> bool:
+    """What ends work, or goes on with it elsewhere; a full Redis refuses only what is new."""
+    return all(isinstance(each, Cancel | Sync) or each.attempt > 1 for each in messages)
 
 
 def _expect(box: Box) -> None:

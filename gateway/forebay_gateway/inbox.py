@@ -17,6 +17,8 @@ from forebay_shared.telemetry import GatewayMetrics, ResubmitReason
 from forebay_shared.wire import Delta, Reply, TextDelta, TextLogprobs, TokenLogprobs
 
 COMPACT_AT = 64
+SILENT_S = 4.0
+"""After a restart of Redis an attempt has so long to say something."""
 MAX_TOKENS = 65_536
 """Token ids that may wait for a slow client: 2 MiB as Python has them."""
 LOGPROB_WEIGHT = 4
@@ -56,6 +58,16 @@ class Box:
         """The attempt is lost: its worker, its stream or some of its replies are gone."""
         self.lost = self.lost or reason
         self._wake()
+
+    def doubt(self) -> None:
+        """Its last replies may be lost. The next one shows what is missing; when none comes, the
+        attempt is lost."""
+        self.heard = False
+        asyncio.get_running_loop().call_later(SILENT_S, self._lose_unheard)
+
+    def _lose_unheard(self) -> None:
+        if not self.heard:
+            self.lose("bus_reset")
 
     def fail(self, error: ForebayError) -> None:
         self.error = self.error or error
@@ -110,7 +122,14 @@ class Inbox:
 
     def feed(self, gateway: str) -> Feed[Reply]:
         """The reply stream of this gateway, for its reader."""
-        return Feed(keys.reply(gateway), REPLY, self.deliver, owned=True, reset=self.lose_all)
+        return Feed(
+            keys.reply(gateway),
+            REPLY,
+            self.deliver,
+            owned=True,
+            reset=self.lose_all,
+            restarted=self.doubt_all,
+        )
 
     def open(self, request_id: str, attempt: int) -> Box:
         """A box for an attempt, in place of an earlier one's. Open it before publishing."""
@@ -148,9 +167,10 @@ class Inbox:
         for box in list(self._boxes.values()):
             box.lose("bus_reset")
 
-    def fail_all(self, error: ForebayError) -> None:
+    def doubt_all(self) -> None:
+        """Redis is not the one it was: it may have lost replies that it had taken."""
         for box in list(self._boxes.values()):
-            box.fail(error)
+            box.doubt()
 
 
 def _tokens(reply: Reply) -> int:

@@ -5,6 +5,7 @@ appends to its file every second. Secrets reach it through standard input, never
 does not run or watch the process: `children` does.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import importlib.util
@@ -18,18 +19,17 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 from urllib.parse import quote
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
+from forebay_shared.link import LINK_ERRORS, Link
+from forebay_shared.places import cluster_of
 from forebay_shared.settings import Secret, StartError
 
 OLDEST = (7, 0, 5)
 """Streams of older releases lose entries in cases that matter here; commands are those of 7.0."""
-ONCE = Retry(NoBackoff(), 0)
-"""The library would try three times and wait seconds in between; whoever asks here asks again."""
 MAX_SOCKET_PATH = 100
 """Bytes. The kernel takes 107 on Linux, 103 on macOS."""
 
@@ -173,20 +173,33 @@ def server_version(server: Path) -> tuple[int, ...]:
 def check_server(url: Secret, source: str, timeout_s: float = 5.0) -> str:
     """The version of the Redis at `url`. Raises StartError, which names `source` and no secret."""
     try:
-        client = redis.Redis.from_url(url, socket_timeout=timeout_s, retry=ONCE)
+        said = asyncio.run(_info(url, timeout_s))
     except ValueError:
-        raise StartError(f"{source}: not a redis://, rediss:// or unix:// URL") from None
-    try:
-        with client:
-            version = str(dict(client.info("server"))["redis_version"])
+        kinds = "redis://, rediss://, unix://, redis-sentinel:// or redis-cluster://"
+        raise StartError(f"{source}: not a {kinds} URL") from None
     except redis.AuthenticationError:
         raise StartError(f"{source}: this Redis refuses the user or password") from None
-    except (redis.RedisError, OSError) as error:
+    except LINK_ERRORS as error:
         raise StartError(f"{source}: no Redis answers there ({type(error).__name__})") from None
+    if "cluster_enabled:1" in said and cluster_of(url) is None:
+        raise StartError(f"{source}: this is a node of a cluster: name it as redis-cluster://…")
+    found = re.search(r"redis_version:(\S+)", said)
+    version = found[1] if found else "0"
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise StartError(f"{source}: this Redis is {version}, {oldest} or later is needed")
     return version
+
+
+async def _info(url: str, timeout_s: float) -> str:
+    link = Link(url, "fb")
+    try:
+        [said] = await link.run([("INFO", "everything")], timeout_s)
+    finally:
+        await link.close()
+    if isinstance(said, redis.RedisError):
+        raise said
+    return cast(bytes, said).decode()
 
 
 def _take(lock: int, path: Path) -> None:

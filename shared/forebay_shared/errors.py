@@ -24,6 +24,7 @@
     │   ├── WorkerLostError        503  worker_lost                retryable
     │   │   └── DrainingError      503  worker_draining            retryable
     │   └── BusError               503  bus_unavailable            retryable
+    │       └── BusFullError       503  bus_full                   retryable
     └── DeadlineError              504  deadline_exceeded
 
 It knows no HTTP library and no dialect: `gateway/api` turns an error into an envelope. A message is
@@ -171,6 +172,10 @@ class DrainingError(WorkerLostError):
 
 class BusError(OverloadedError):
     code = "bus_unavailable"
+
+
+class BusFullError(BusError):
+    code = "bus_full"
 
 
 class DeadlineError(ForebayError):

@@ -7,11 +7,12 @@ mean.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from forebay_shared.bus import Publisher
-from forebay_shared.errors import BusError
+from forebay_shared.errors import BusError, BusFullError
 from forebay_shared.link import Value
 from forebay_shared.packets import Codec
 
@@ -25,7 +26,9 @@ class Lane(Generic[M]):
 
     A packet that cannot be delivered within `patience_s` is given to `undelivered`, with the error
     when it was the bus and None when the stream is missing; so is everything that waits when the
-    limit is passed. `compact` may join what has waited before it is packed.
+    limit is passed. A packet that a full Redis does not take is given back at once, unless it is
+    `vital`: then it is written all the same. `compact` may join what has waited before it is
+    packed.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Lane(Generic[M]):
         patience_s: float,
         undelivered: Callable[[list[M], BusError | None], None],
         compact: Callable[[Sequence[M]], list[M]] = list,
+        vital: Callable[[Sequence[M]], bool] = lambda _: False,
     ) -> None:
         self._publisher = publisher
         self._stream = stream
@@ -50,6 +54,7 @@ class Lane(Generic[M]):
         self._patience_s = patience_s
         self._undelivered = undelivered
         self._compact = compact
+        self._vital = vital
         self._waiting: list[M] = []
         self._packed: list[M] = []
         self._since = 0.0
@@ -86,7 +91,8 @@ class Lane(Generic[M]):
     def _publish(self) -> None:
         self._retry = None
         packet = self._codec.encode(self._sender, self._packed)
-        future = self._publisher.publish(self._stream, packet, self._maxlen)
+        vital = self._vital(self._packed)
+        future = self._publisher.publish(self._stream, packet, self._maxlen, vital=vital)
         future.add_done_callback(self._landed)
 
     def _landed(self, future: asyncio.Future[Value]) -> None:
@@ -97,7 +103,8 @@ class Lane(Generic[M]):
             self._packed = []
         else:
             loop = asyncio.get_running_loop()
-            if loop.time() - self._since < self._patience_s:
+            full = isinstance(error, BusFullError) and self._patience_s < math.inf
+            if not full and loop.time() - self._since < self._patience_s:
                 self._retry = loop.call_later(RETRY_S, self._publish)
                 return
             refused, self._packed = self._packed, []

@@ -12,10 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import hiredis
-from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from forebay_shared.places import Server, place_of
 
 Value = bytes | int | None | list["Value"]
 Answer = Value | ResponseError
@@ -29,7 +38,8 @@ ROUND_TRIP_S = 3.0
 """Redis has this long to answer before the connection counts as lost."""
 PACKET_FIELD = b"p"
 """The field of a stream's entry that holds the packet."""
-_CONNECT_TIMEOUT_S = 2.0
+ELSEWHERE = (AskError, TryAgainError, ClusterDownError)
+"""A node's answer for a key that it has not, or not now; a MovedError is an AskError."""
 
 _pack = cast(
     "Callable[[Command], bytes]",
@@ -38,55 +48,61 @@ _pack = cast(
 
 
 class Link:
-    """A connection to `url` (redis://, rediss://, unix://), made on use and after a failure."""
+    """A connection to the Redis at `url` (see `places`), made on use and after a failure.
 
-    def __init__(self, url: str) -> None:
-        # RESP2: every reply of XREAD is a plain list, which costs less to take apart than RESP3's
-        # maps. No time-outs and no retries inside the library: `run` has its own, and a retry must
-        # not hide from the caller that a command may have run twice.
-        pool = ConnectionPool.from_url(  # pyright: ignore[reportUnknownVariableType]
-            url,
-            protocol=2,
-            decode_responses=False,
-            socket_timeout=None,
-            socket_connect_timeout=_CONNECT_TIMEOUT_S,
-        )
-        self._connection = pool.make_connection()
+    In a cluster it goes to the node that has `key`, and all commands must be for keys in its slot.
+    """
+
+    def __init__(self, url: str, key: str = "") -> None:
+        self._place = place_of(url)
+        self._key = key
+        self._clustered = not isinstance(self._place, Server) and bool(key)
+        self._connection: AbstractConnection | None = None
 
     @property
     def connected(self) -> bool:
-        return self._connection.is_connected
+        return self._connection is not None and self._connection.is_connected
 
     async def run(self, commands: Sequence[Command], timeout_s: float) -> list[Answer]:
         """Sends all commands in one write and returns one answer each, in order.
 
         Raises one of LINK_ERRORS; then any of the commands may have run or not.
         """
-        connection = self._connection
         try:
             async with asyncio.timeout(timeout_s):
-                if not connection.is_connected:
-                    await connection.connect()
+                connection = self._connection
+                if connection is None or not connection.is_connected:
+                    connection = await self._connect()
                 # In C: 1 us a command, where the connection's own packing in Python takes 15.
                 packed = [_pack(command) for command in commands]
                 await connection.send_packed_command(packed, check_health=False)
-                return [await self._answer() for _ in commands]
+                answers = [await _answer(connection) for _ in commands]
+            if self._clustered and (astray := [a for a in answers if isinstance(a, ELSEWHERE)]):
+                raise RedisConnectionError(str(astray[0]))  # the next one asks where the key is
         except BaseException:
             await self.close()
             raise
-
-    async def _answer(self) -> Answer:
-        try:
-            return cast(Value, await self._connection.read_response())
-        except ReadOnlyError as error:  # a demoted primary: the next connection finds the new one
-            raise RedisConnectionError(str(error)) from error
-        except (RedisConnectionError, RedisTimeoutError):
-            raise
-        except ResponseError as error:
-            return error
+        return answers
 
     async def close(self) -> None:
-        await self._connection.disconnect(nowait=True)
+        if self._connection is not None:
+            await self._connection.disconnect(nowait=True)
+
+    async def _connect(self) -> AbstractConnection:
+        self._connection = connection = await self._place.connection(self._key)
+        await connection.connect()
+        return connection
+
+
+async def _answer(connection: AbstractConnection) -> Answer:
+    try:
+        return cast(Value, await connection.read_response())
+    except ReadOnlyError as error:  # a demoted primary: the next connection finds the new one
+        raise RedisConnectionError(str(error)) from error
+    except (RedisConnectionError, RedisTimeoutError):
+        raise
+    except ResponseError as error:
+        return error
 
 
 class Backoff:

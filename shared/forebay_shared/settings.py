@@ -39,9 +39,10 @@ class GatewaySettings:
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on")] = 8000
     fd: Annotated[int, Meta(description="listen on this inherited socket instead")] = -1
-    redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = (
-        _LOCAL_REDIS
-    )
+    redis_url: Annotated[
+        Secret,
+        Meta(description="redis://, rediss://, unix://, redis-sentinel:// or redis-cluster:// URL"),
+    ] = _LOCAL_REDIS
     api_key: Annotated[
         tuple[Secret, ...], Meta(description="bearer key that clients must send; repeatable")
     ] = ()
@@ -124,9 +125,10 @@ class WorkerSettings:
     engine: Annotated[
         str, Meta(description="kind of engine: native, http, echo or a plug-in's name")
     ] = "native"
-    redis_url: Annotated[Secret, Meta(description="redis://, rediss:// or unix:// URL")] = (
-        _LOCAL_REDIS
-    )
+    redis_url: Annotated[
+        Secret,
+        Meta(description="redis://, rediss://, unix://, redis-sentinel:// or redis-cluster:// URL"),
+    ] = _LOCAL_REDIS
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         Meta(description="generate text or make embeddings; auto: what the model was made for"),

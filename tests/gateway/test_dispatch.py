@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from bus_house import Answer, WorkerProcess, answer, expected, job, run_job, workers
 from forebay_gateway.backend import Backend, connect
+from forebay_gateway.dispatch import BUS_AWAY_S
 from forebay_shared import keys
 from forebay_shared.errors import (
     BusError,
@@ -266,8 +267,9 @@ async def test_a_restart_of_redis_leaves_no_client_hanging(
 
 @pytest.mark.chaos
 async def test_a_redis_that_stays_away_ends_every_wait(
-    redis_server: RedisServer, wait_until: WaitUntil
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("forebay_gateway.dispatch.BUS_GONE_S", BUS_AWAY_S)
     async with connect(GatewaySettings(redis_url=Secret(redis_server.url))) as backend:
         with workers(redis_server.url, 1, delay_ms=10):
             await wait_until(lambda: backend.roster.ready)

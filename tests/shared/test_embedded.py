@@ -13,7 +13,6 @@ import pytest
 import redis
 from forebay_shared import embedded
 from forebay_shared.embedded import (
-    ONCE,
     EmbeddedRedis,
     check_server,
     data_directory,
@@ -22,6 +21,10 @@ from forebay_shared.embedded import (
     server_version,
 )
 from forebay_shared.settings import Secret, StartError
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+ONCE = Retry(NoBackoff(), 0)
 
 
 @contextmanager

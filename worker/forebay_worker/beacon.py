@@ -58,7 +58,8 @@ class Presence:
             await asyncio.sleep(keys.RENEW_S)
 
     def renew(self) -> None:
-        """Renews the lease, then tells everybody the load."""
+        """Renews the lease, then tells everybody the load. A full Redis takes it too: none of it
+        stays, and without it everybody here would be given up."""
         call = self._publisher.call
         load = self._engine.load()
         self._metrics.load(load)
@@ -69,17 +70,16 @@ class Presence:
             draining=self.draining or not self._available,
             digest=self._digests.number,
         )
-        call("SET", keys.worker_lease(self._worker), "1", "PX", keys.LEASE_MS)
+        call("SET", keys.worker_lease(self._worker), "1", "PX", keys.LEASE_MS, vital=True)
         self._renew_content()
-        self._publisher.announce(
-            keys.roster(), ROSTER.encode(self._worker, [beacon]), keys.ROSTER_MAXLEN
-        )
+        packet = ROSTER.encode(self._worker, [beacon])
+        self._publisher.announce(keys.roster(), packet, keys.ROSTER_MAXLEN, vital=True)
         call("PEXPIRE", keys.roster(), keys.STREAM_TTL_MS)
         self._digests.renew()
         call("HSET", keys.members(), self._worker, _encode(beacon))
         call("PEXPIRE", keys.members(), keys.STREAM_TTL_MS)
         metrics = snapshot(self._metrics.registry)
-        call("SET", keys.metrics(self._worker), metrics, "PX", keys.LEASE_MS)
+        call("SET", keys.metrics(self._worker), metrics, "PX", keys.LEASE_MS, vital=True)
 
     @property
     def _available(self) -> bool:

@@ -304,6 +304,7 @@ class Service:
                 patience_s=math.inf,
                 undelivered=undelivered,
                 compact=merge,
+                vital=lambda _: True,  # what runs goes on although Redis is full: it is read soon
             )
         return lane
 

@@ -45,7 +45,7 @@ class Bookkeeper:
 
     def __init__(self, url: str, gateway: str) -> None:
         self._url = url
-        self._link = Link(url)
+        self._link = Link(url, keys.records())
         self._gateway = gateway
         self._fold = Script("fold")
         self._forget_script = Script("forget")
@@ -76,7 +76,8 @@ class Bookkeeper:
     async def report(self, query: books.Query) -> list[dict[str, str | int]]:
         """Rows of the books. Raises InvalidRequestError, or one of LINK_ERRORS."""
         query.check()
-        link = Link(self._url)  # its answers are long: nobody else waits behind them
+        # Its answers are long: nobody else waits behind them.
+        link = Link(self._url, keys.records())
         try:
             answers = await ask(link, [("HGETALL", book) for book in query.books()])
         finally:
@@ -85,7 +86,7 @@ class Bookkeeper:
 
     async def records(self, after: str, count: int) -> list[Entry]:
         """Records behind an entry of their stream, oldest first, each with its entry's id."""
-        link = Link(self._url)
+        link = Link(self._url, keys.records())
         try:
             entries = await read_records(link, after, count)
         finally:
@@ -94,7 +95,7 @@ class Bookkeeper:
 
     async def audit(self, after: str, count: int) -> list[dict[str, object]]:
         """Lines of the audit log behind an entry, oldest first."""
-        link = Link(self._url)
+        link = Link(self._url, keys.records())
         try:
             command = ("XRANGE", keys.audit(), f"({after}" if after else "-", "+", "COUNT", count)
             [answer] = await ask(link, [command])

@@ -35,7 +35,7 @@ class Exporter:
     """
 
     def __init__(self, url: str, gateway: str, target: str, sink: Sink) -> None:
-        self._link = Link(url)
+        self._link = Link(url, keys.records())
         self._gateway = gateway
         self._sink = sink
         # A URL may hold a password: what is in Redis is its hash.

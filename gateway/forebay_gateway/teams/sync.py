@@ -36,7 +36,7 @@ class DirectorySync:
     """
 
     def __init__(self, url: str, directory: Directory, pepper: str = "") -> None:
-        self._link = Link(url)
+        self._link = Link(url, keys.directory())
         self._directory = directory
         self._given_pepper = pepper.encode()
         self._stale = asyncio.Event()
