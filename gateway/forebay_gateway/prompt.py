@@ -354,7 +354,7 @@ class Renderers:
     async def prepare(self, card: ModelCard) -> None:
         """Loads a renderer before anybody waits for it, if there is room; gives up in the end."""
         for _ in range(_PREPARE_ATTEMPTS):
-            if len(self._ready) >= MAX_RENDERERS:
+            if card.speaks_text or len(self._ready) >= MAX_RENDERERS:
                 return
             try:
                 await self.get(card)

@@ -16,7 +16,7 @@ from forebay_gateway.prompt import (
     TemplateOptions,
 )
 from forebay_shared.errors import BusError, ContextLengthError, InvalidRequestError
-from forebay_shared.models import ModelCard
+from forebay_shared.models import CAP_TEXT, ModelCard
 from gateway_fakes import (
     SPECIALS,
     TEMPLATE,
@@ -256,6 +256,10 @@ async def test_a_renderer_is_prepared_once_its_files_are_there_and_a_broken_one_
         return b"no tokenizer"
 
     await Renderers(broken).prepare(backend.card)
+
+    await Renderers(broken).prepare(
+        msgspec.structs.replace(backend.card, capabilities=frozenset({CAP_TEXT}))
+    )
 
     async def never(sha256: str) -> bytes:
         raise BusError("never")

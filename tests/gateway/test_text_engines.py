@@ -131,6 +131,30 @@ def test_a_field_that_the_card_does_not_name_is_refused(name: str) -> None:
     assert error.value.param == name
 
 
+def test_functions_go_as_tools_where_those_are_taken() -> None:
+    request = chat(
+        functions=[{"name": "look"}, {"name": "see"}],
+        function_call={"name": "see"},
+        messages=[
+            {"role": "assistant", "content": None, "function_call": {"name": "look"}},
+            {"role": "function", "name": "look", "content": "1"},
+        ],
+    )
+    job = texts.chat_job(request, card("tools", "tool_choice"), "r", Caller()).job
+    asked = job.asked
+    assert isinstance(asked, Chat)
+    assert [each.name for each in asked.functions] == ["look", "see"]
+    assert (asked.forced, asked.parallel) == ("see", False)
+    call, result = asked.messages
+    assert result.role == "tool"
+    assert [each.id for each in call.calls] == [result.call_id] != [""]
+    for taken in ((), ("tools",)):
+        with pytest.raises(UnsupportedError) as error:
+            texts.check(request, card(*taken))
+        assert error.value.param == ("function_call" if taken else "functions")
+    texts.check(chat(functions=[], function_call="none"), card())
+
+
 def test_a_slow_client_is_bounded() -> None:
     inbox = Inbox(GatewayMetrics(CollectorRegistry()))
     box = inbox.open("r", 1)

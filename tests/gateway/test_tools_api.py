@@ -248,8 +248,8 @@ def test_history_with_calls_is_rendered_with_arguments_as_objects(api: Api) -> N
     text = prompt_text(api)
     assert '<tool_call>time a-b {"a": 1}</tool_call>' in text
     assert "noon(a-b)" in text
-    assert "<tool_call>f  {}</tool_call>" in text
-    assert "<|im_start|>tool\n1<|im_end|>" in text
+    assert "<tool_call>f call_0 {}</tool_call>" in text
+    assert "<|im_start|>tool\n1(call_0)<|im_end|>" in text
 
 
 def test_an_id_that_is_null_is_named(api: Api) -> None:

@@ -17,6 +17,8 @@ from forebay_gateway.prompt import Message
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RENDERED = {"developer": "system", "function": "tool"}
 """Roles under the name that templates know them by."""
+_UNNAMED = "call_0"
+"""The id of a legacy function_call, which has none, and of its result."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -45,7 +47,7 @@ def _message(message: ClientMessage, at: str) -> Message:
     if message.name is not None:
         rendered["name"] = message.name
     if role == "function":
-        rendered["tool_call_id"] = ""  # as the call that it answers, which had none
+        rendered["tool_call_id"] = _UNNAMED
     if role == "tool":
         if message.tool_call_id is None:
             raise InvalidRequestError(
@@ -92,7 +94,7 @@ def _part(part: ContentPart, at: str) -> str:
 
 def _tool_calls(message: ClientMessage) -> Iterator[Message]:
     if message.function_call is not None:
-        yield _tool_call(ToolCall(function=message.function_call))
+        yield _tool_call(ToolCall(function=message.function_call, id=_UNNAMED))
     for call in message.tool_calls or ():
         yield _tool_call(call)
 

@@ -45,9 +45,13 @@ _OURS = frozenset(
     }
 )  # fmt: skip
 """What the gateway does itself, whatever is behind the engine, or has refused already."""
+_MEANT = {"functions": "tools", "function_call": "tool_choice"}
+"""Older names for what is asked of the upstream by the newer ones."""
 _ASK_NOTHING: dict[str, object] = {
     "add_generation_prompt": True,
     "continue_final_message": False,
+    "functions": [],
+    "function_call": "none",
     "ignore_eos": False,
     "logit_bias": {},
     "logprobs": False,
@@ -91,7 +95,7 @@ class Told(NamedTuple):
 def check(request: GenerationRequest, card: ModelCard) -> None:
     """Raises UnsupportedError that names the first field which the upstream does not take."""
     for name in request.__struct_fields__:
-        if name in _OURS or name in card.parameters:
+        if name in _OURS or _MEANT.get(name, name) in card.parameters:
             continue
         value = getattr(request, name)
         if value is None or (name in _ASK_NOTHING and value == _ASK_NOTHING[name]):
