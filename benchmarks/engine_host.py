@@ -34,6 +34,7 @@ class InstantRunner:
 
     num_blocks, block_size, max_model_len, vocab_size = 16_384, 16, 4096, 50_000
     token_budget = 2048
+    scores_prompts = False
 
     def __init__(self) -> None:
         self.spent = 0.0, 0.0

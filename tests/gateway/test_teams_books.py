@@ -139,6 +139,33 @@ async def test_every_way_to_end_is_on_the_books_once_with_what_the_worker_measur
             assert row["cost"] == sum(record.cost for record in found.values())
 
 
+async def test_a_teams_cached_prefix_is_its_own_unless_it_shares(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    sharing = [Team(id=name, organisation="acme", share_cache=True) for name in ("green", "yellow")]
+    pairs = {team: key_of(team) for team in ("red", "blue", "green", "yellow")}
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        with workers(redis_server.url, 1, cache_blocks=256):
+            await wait_until(lambda: backend.roster.ready, 60)
+            await write(backend, [*BASICS, *sharing, *(key for key, _ in pairs.values())])
+
+            async def cached(team: str) -> int:
+                caller = await caller_of(backend, pairs[team][1])
+                one = job(backend, [1, 2, 3, 4] * 50, cache_salt=caller.cache_salt)
+                one = replace(one, toll=caller.toll("echo", "echo"))
+                await run_job(backend, one)
+                await wait_until(lambda: any(r.id == one.request_id for r in records(redis_server)))
+                [record] = [r for r in records(redis_server) if r.id == one.request_id]
+                return record.cached_tokens
+
+            assert await cached("red") == 0
+            assert await cached("red") > 100
+            assert await cached("blue") == 0
+            assert await cached("green") == 0
+            assert await cached("yellow") > 100
+            assert await cached("blue") > 100, "its own"
+
+
 async def test_a_moved_request_is_charged_once(
     redis_server: RedisServer, wait_until: WaitUntil
 ) -> None:

@@ -388,3 +388,59 @@ def test_the_admin_key_pays_for_nothing_and_a_wrong_one_is_told(house: House) ->
     with pytest.raises(StartError, match="not valid"):
         AdminClient(house.base, Secret("no")).call("GET", "whoami")
     assert house.run("whoami").stdout.splitlines()[1].startswith("the admin key  owner")
+
+
+def test_the_audit_log_only_grows_and_says_who_changed_what(house: House) -> None:
+    def lines() -> list[dict]:
+        return list(house.admin.pages("audit"))
+
+    before = lines()
+    assert before
+    key_id = house.run("keys", "create", "--team", "red", "--name", "fleeting").stdout.split("-")[2]
+    house.run("keys", "delete", key_id)
+    with house.http("red/ann") as http:
+        made = http.post("/admin/v1/keys", json={"team": "red", "name": "passing"}).json()["id"]
+        assert http.delete(f"/admin/v1/keys/{made}").status_code == 200
+        assert http.get("/admin/v1/audit").status_code == 403
+    after = lines()
+    assert after[: len(before)] == before
+    assert len(after) == len(before) + 4
+    assert all(f"key/{key_id}" in json.dumps(line["what"]) for line in after[-4:-2])
+    assert all(f"key/{made}" in json.dumps(line["what"]) for line in after[-2:])
+    assert after[-1]["who"] != after[-3]["who"]
+    with house.http(str(house.admin._key)) as http:
+        for method in ("PUT", "POST", "DELETE", "PATCH"):
+            assert http.request(method, "/admin/v1/audit").status_code in (404, 405)
+            assert http.request(method, f"/admin/v1/audit/{after[0]['entry']}").status_code == 404
+    assert lines() == after
+
+
+def test_no_secret_is_in_an_answer_a_log_a_metric_or_in_redis(house: House) -> None:
+    """Every token's secret part is a canary, and so is a prompt."""
+    prompt = "canary-of-the-prompt"
+    secrets = [token.rpartition("-")[2] for token in house.tokens.values()]
+    secrets += [str(house.admin._key), house.server.key, prompt]
+    client = house.client("red/app")
+    client.completions.create(model="echo", prompt=prompt, max_tokens=3)
+    seen = [house.run(*words).stdout for words in (["export"], ["audit"], ["keys"], ["usage"])]
+    for name in ("red/app", "red/ann", "acme/boss", str(house.admin._key)):
+        with house.http(name) as http:
+            for row in route_table(None, None):  # type: ignore[arg-type]
+                path = row.path.replace("{id}", "red")
+                if row.method == "GET":
+                    seen.append(http.get(path).text)
+                else:  # what is refused is answered too
+                    seen.append(http.request(row.method, path, json={"secrets": secrets[:1]}).text)
+            seen.append(http.get("/metrics").text)
+    for token in house.tokens.values():
+        with house.http(token + "x") as http:
+            answer = http.get("/v1/models")
+            seen += [answer.text, str(answer.headers)]
+    seen += house.server.stderr
+    kept = [path for path in house.data.rglob("*") if path.is_file()]
+    redis = [path.read_bytes() for path in kept if "appendonly" in str(path)]
+    assert sum(map(len, redis)) > 10_000, "the log of its Redis is looked through too"
+    text = "\n".join(seen)
+    for secret in secrets:
+        assert secret not in text
+        assert not any(secret.encode() in data for data in redis)

@@ -7,6 +7,8 @@ Running sequences stand in the order of (priority, arrival). Each gets its one t
 its prefill, then the waiting ones are admitted while budget, seats and blocks last. A prompt's
 blocks are taken whole at admission, so only decodes can run out of blocks; then the last of the
 running gives way and is computed again later. The first never does: something always moves on.
+Where teams contend, one that holds more than its share gives way too, and prefills leave half of
+the budget to who has been served less.
 """
 
 from bisect import insort
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 
 from forebay_worker.engine.batch import ScheduledRow
 from forebay_worker.engine.block_manager import BlockManager
+from forebay_worker.engine.fairness import over_share
 from forebay_worker.engine.sequence import Sequence
 from forebay_worker.engine.waiting import WaitingQueue
 
@@ -83,7 +86,9 @@ class Scheduler:
 
     @property
     def is_tight(self) -> bool:
-        """Whether the next step may have to preempt one that runs, for want of a block."""
+        """Whether the next step may have to preempt one that runs."""
+        if self._over_share() is not None:
+            return True
         free, size = self._blocks.num_free, self._blocks.block_size
         if free >= len(self.running):
             return False
@@ -109,6 +114,7 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         plan = Plan()
+        self._share_out(plan)
         budget = self._continue_running(plan)
         self._admit_waiting(plan, budget)
         order = sorted(range(len(plan.rows)), key=lambda at: plan.rows[at].num_new > 1)
@@ -116,44 +122,90 @@ class Scheduler:
         plan.rows = [plan.rows[at] for at in order]
         return plan
 
-    def _continue_running(self, plan: Plan) -> int:
-        """Rows for what runs already; the budget that is left.
+    def _share_out(self, plan: Plan) -> None:
+        """Sequences of a team that holds too much go back to the head of its line."""
+        while (victim := self._over_share()) is not None and not victim.num_pending:
+            self._preempt(victim, plan)
 
-        A chunk leaves one token for each sequence after it.
-        """
-        budget, at = self._token_budget, 0
+    def _over_share(self) -> Sequence | None:
+        """Who gives way to the next in line, where it lacks a seat or blocks."""
+        head = self.waiting.head()
+        if head is None or not self.waiting.is_contended:
+            return None
+        if len(self.running) >= self._max_running:
+            return over_share(self.running, head, lambda _: 1, self.waiting.standing)
+        if self._is_stuck(head) or self._room * self._blocks.block_size < head.queued_tokens:
+            return over_share(self.running, head, self._blocks_of, self.waiting.standing)
+        return None
+
+    def _blocks_of(self, sequence: Sequence) -> int:
+        return len(sequence.block_table) or -(-len(sequence.token_ids) // self._blocks.block_size)
+
+    def _continue_running(self, plan: Plan) -> int:
+        """Rows for what runs already, decodes before prefills; the budget that is left."""
+        prefills: list[Sequence] = []
+        at = 0
         while at < len(self.running):
             sequence = self.running[at]
-            after = len(self.running) - at - 1
+            at += 1
             rest = sequence.length - sequence.num_computed
-            if rest == 0 or (sequence.num_pending and sequence.length >= sequence.limit):
-                at += 1  # its last token is on the way
-                continue
-            num_new = plan.bound(sequence, min(rest, budget - after))
-            if not self._make_room(sequence, plan):
+            if rest > 1:
+                prefills.append(sequence)
+            elif rest == 0 or (sequence.num_pending and sequence.length >= sequence.limit):
+                continue  # its last token is on the way
+            elif self._make_room(sequence, plan):
+                self._give(plan, sequence, 1)
+            else:
                 break
+        stayed = [sequence for sequence in prefills if sequence.block_table]
+        return self._continue_prefills(plan, stayed, self._token_budget - len(plan.rows))
+
+    def _continue_prefills(self, plan: Plan, prefills: list[Sequence], budget: int) -> int:
+        """A chunk for each, which leaves one token for each after it and, where teams contend, up
+        to half of the budget for the next in line of one that has been served less.
+        """
+        head: Sequence | None = None
+        if prefills and self.waiting.is_contended:
+            prefills.sort(key=lambda each: (each.priority, self.waiting.standing(each.team)))
+            head = self._next_in_line()
+        for after, sequence in enumerate(prefills, 1 - len(prefills)):
+            spare = budget + after
+            if head is not None and self._is_behind(sequence, head):
+                spare = max(1, spare - min(head.queued_tokens, self._token_budget // 2))
+            rest = sequence.length - sequence.num_computed
+            num_new = plan.bound(sequence, min(rest, spare))
             self._give(plan, sequence, num_new)
             budget -= num_new
-            at += 1
         return budget
+
+    def _next_in_line(self) -> Sequence | None:
+        """The waiting sequence that this step may start, as far as seats and blocks are known."""
+        head = self.waiting.head()
+        if head is None or len(self.running) >= self._max_running or self._is_stuck(head):
+            return None
+        return head
+
+    def _is_behind(self, sequence: Sequence, head: Sequence) -> bool:
+        if sequence.priority != head.priority:
+            return sequence.priority > head.priority
+        return self.waiting.standing(sequence.team) > self.waiting.standing(head.team)
 
     def _make_room(self, sequence: Sequence, plan: Plan) -> bool:
         """Blocks for its next token, if need be the last one's; False when it gave way itself."""
         while not self._blocks.grow(sequence, sequence.length):
             victim = self.running[-1]
-            self._preempt(victim)
-            plan.preemptions += 1
+            self._preempt(victim, plan)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         assert not sequence.num_pending, "what has not landed cannot be computed again"
         self.running.remove(sequence)
         self._blocks.release(sequence)
-        sequence.preempted = True
         sequence.queued_tokens = min(len(sequence.token_ids), self._blocks.block_size)
         self.waiting.push_back(sequence)
+        plan.preemptions += 1
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
         """Starts waiting sequences in their order until one does not fit.
@@ -195,7 +247,6 @@ class Scheduler:
             plan.started.append(sequence)
             plan.prefix_queries += len(sequence.token_ids)
             plan.prefix_hits += sequence.num_computed
-        sequence.preempted = False
         sequence.num_served = max(sequence.num_served, sequence.num_computed)
         insort(self.running, sequence, key=lambda other: other.rank)
         num_new = min(len(sequence.token_ids) - sequence.num_computed, budget)

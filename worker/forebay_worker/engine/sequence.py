@@ -77,7 +77,6 @@ class Sequence:
     num_published: int = 0
     chain: int | str = ""
     num_served: int = 0
-    preempted: bool = False
     queued_tokens: int = 0
     allowed: IntArray | None = None
     matcher: Matcher | None = None

@@ -1,5 +1,6 @@
-"""WaitingQueue: which sequence is next: by priority, then preempted ones, then teams by what they
-have been served, then by arrival.
+"""WaitingQueue: which sequence is next: by priority, then teams by what they have been served, then
+by arrival; what has been preempted is the first of its team. Of teams served alike the one with
+less here comes first: a newcomer starts level, and must not queue behind a flood.
 
 It knows tokens served and weights; it knows nothing of blocks, budgets or why a sequence waits.
 The counters are the virtual token counters of Sheng et al. (OSDI 2024): tokens over weight.
@@ -8,6 +9,9 @@ The counters are the virtual token counters of Sheng et al. (OSDI 2024): tokens 
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+Standing = tuple[float, int]
+"""Tokens over weight that a team has been charged for, and its sequences in the engine."""
 
 _FORGET_ABOVE = 256
 """Idle teams remembered beside the present ones, before the settled ones are forgotten."""
@@ -28,8 +32,6 @@ class Waiter(Protocol):
     @property
     def priority(self) -> int: ...
     @property
-    def preempted(self) -> bool: ...
-    @property
     def queued_tokens(self) -> int:
         """Tokens that it waits for; they change only while it is out of the queue."""
         ...
@@ -47,10 +49,10 @@ class _Team:
 
 @dataclass(slots=True)
 class _Lane(Generic[W]):
-    """The waiting sequences of one priority and team (None: the preempted of that priority)."""
+    """The waiting sequences of one priority and team."""
 
     priority: int
-    team: str | None
+    team: str
     sequences: OrderedDict[int, W]
 
 
@@ -58,7 +60,7 @@ class WaitingQueue(Generic[W]):
     """Enter and leave frame a sequence's life; push and pop its waits. Cost: O(teams that wait)."""
 
     def __init__(self) -> None:
-        self._lanes: dict[tuple[int, str | None], _Lane[W]] = {}
+        self._lanes: dict[tuple[int, str], _Lane[W]] = {}
         self._teams: dict[str, _Team] = {}
         self._length = 0
         self.tokens = 0
@@ -99,7 +101,7 @@ class WaitingQueue(Generic[W]):
 
     def pop(self, sequence: W) -> bool:
         """Takes a sequence out; False when it was not waiting."""
-        key = (sequence.priority, None if sequence.preempted else sequence.team)
+        key = (sequence.priority, sequence.team)
         lane = self._lanes.get(key)
         if lane is None or lane.sequences.pop(sequence.serial, None) is None:
             return False
@@ -115,6 +117,16 @@ class WaitingQueue(Generic[W]):
         lane = min(self._lanes.values(), key=self._order)
         return next(iter(lane.sequences.values()))
 
+    @property
+    def is_contended(self) -> bool:
+        """Several teams are present."""
+        return len(self._teams) > 1 and sum(team.present > 0 for team in self._teams.values()) > 1
+
+    def standing(self, team: str) -> Standing:
+        """What a present team is ordered by, the smallest first."""
+        known = self._teams[team]
+        return known.served, known.present
+
     def charge(self, sequence: W, position: int) -> None:
         """Charges its team for the positions up to `position` that it has not paid for yet."""
         tokens = position - sequence.num_served
@@ -123,16 +135,14 @@ class WaitingQueue(Generic[W]):
             sequence.num_served = position
 
     def _lane(self, sequence: W) -> _Lane[W]:
-        team = None if sequence.preempted else sequence.team
-        key = (sequence.priority, team)
+        key = (sequence.priority, sequence.team)
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane(sequence.priority, team, OrderedDict())
+            lane = self._lanes[key] = _Lane(*key, OrderedDict())
         return lane
 
-    def _order(self, lane: _Lane[W]) -> tuple[int, bool, float, int]:
-        served = 0.0 if lane.team is None else self._teams[lane.team].served
-        return (lane.priority, lane.team is not None, served, next(iter(lane.sequences)))
+    def _order(self, lane: _Lane[W]) -> tuple[int, Standing, int]:
+        return (lane.priority, self.standing(lane.team), next(iter(lane.sequences)))
 
     def _count(self, sequence: W, sign: int) -> None:
         self._length += sign

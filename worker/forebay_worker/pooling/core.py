@@ -55,7 +55,6 @@ class _Request:
     started_at: float | None = None
     announced: bool = False
     num_served: int = 0
-    preempted: bool = False
 
     @property
     def tokens(self) -> int:
