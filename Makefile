@@ -8,6 +8,7 @@ PORT ?= 8000
 MODEL ?=
 API_KEY ?=
 ARGS ?=
+MINUTES ?= 30
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +20,7 @@ EMBEDDER := $(VENV)/.embedder-installed
 DEV := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients coverage lint types contracts format bench clean
+.PHONY: help serve test test-clients test-chaos soak coverage lint types contracts format bench clean
 
 help:  ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +36,12 @@ test: $(DEV)  ## Run every test (ARGS are pytest's)
 test-clients: $(DEV)  ## Run the SDKs that people use against a server (builds their environments in .clients)
 	@$(BIN)/python tests/clients/environments.py
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
+
+test-chaos: $(DEV)  ## Kill, cut, fill and flood a small fleet under load (tests/chaos; CHAOS_SEED, CHAOS_OFFSETS)
+	@$(BIN)/python -m pytest tests/chaos $(ARGS)
+
+soak: $(DEV)  ## Run a mixed load with faults underneath for MINUTES, and fail on what grows
+	@PYTHONPATH=tests:tests/chaos $(BIN)/python tests/chaos/soak.py --minutes $(MINUTES) $(ARGS)
 
 coverage: $(DEV)  ## Run the tests and show branch coverage, of the processes they start too
 	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)

@@ -21,9 +21,10 @@ if shutil.which("nvidia-smi") is None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The clients' tests need environments of their own: collected only when they are named."""
-    named = any("clients" in argument for argument in config.args)
-    return True if collection_path.name == "clients" and not named else None
+    """The clients' tests need environments of their own, chaos its time: only when named."""
+    name = collection_path.name
+    named = any(name in argument for argument in config.args)
+    return True if name in ("clients", "chaos") and not named else None
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from typing import IO
 
 import httpx
 from redis import Redis
@@ -54,6 +55,9 @@ if jump := float(os.environ.pop("TEST_CLOCK", 0)):
     signal.signal(signal.SIGUSR1, lambda *_: offset.__setitem__(0, jump))
 else:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+if "TEST_FAULT" in os.environ:
+    import sabotage
+    sabotage.install()
 from forebay_shared.cli import main
 sys.exit(main())
 """
@@ -62,8 +66,14 @@ sys.exit(main())
 class Process:
     """One `forebay` process. Its log is on its standard error."""
 
-    def __init__(self, *arguments: str, fds: tuple[int, ...] = (), **variables: str) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    def __init__(
+        self,
+        *arguments: str,
+        fds: tuple[int, ...] = (),
+        log: IO[str] | None = None,
+        **variables: str,
+    ) -> None:
+        self._log = log or tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-c", _RUN, *arguments],
             env={**os.environ, **variables},
@@ -112,21 +122,32 @@ class Worker(Process):
 
 
 class Gateway(Process):
-    """Listens on `port`; 0: any."""
+    """Listens on `port` of `host`; 0: any."""
 
-    def __init__(self, *arguments: str, port: int = 0, **variables: str) -> None:
-        listener = socket.create_server(("127.0.0.1", port))
+    def __init__(
+        self,
+        *arguments: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        log: IO[str] | None = None,
+        **variables: str,
+    ) -> None:
+        listener = socket.create_server((host, port))
         self.port = listener.getsockname()[1]
-        self.base = f"http://127.0.0.1:{self.port}"
+        self.base = f"http://{host}:{self.port}"
         fd = listener.fileno()
-        super().__init__("gateway", "--fd", str(fd), *arguments, fds=(fd,), **variables)
+        super().__init__("gateway", "--fd", str(fd), *arguments, fds=(fd,), log=log, **variables)
         listener.close()
 
-    def get(self, path: str) -> httpx.Response | None:
+    def get(self, path: str, key: str = KEY) -> httpx.Response | None:
         """None when nobody answers."""
+        headers = {"authorization": f"Bearer {key}"}
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(self.base + path, timeout=10, headers=AUTH)
+            return httpx.get(self.base + path, timeout=10, headers=headers)
         return None
+
+    def post(self, path: str, body: dict) -> httpx.Response:
+        return httpx.post(self.base + path, json=body, timeout=60, headers=AUTH)
 
     @property
     def ready(self) -> bool:
@@ -155,20 +176,33 @@ class Fleet:
         self.redis = redis
         self.processes: list[Process] = []
         self.placements: list[str] = []
-        """The worker of each attempt of a generation, in order."""
-        self._watching = Redis(unix_socket_path=str(redis.socket), socket_timeout=None).monitor()
+        """The worker of each attempt of a generation, in order, once it is watched."""
+        self._watcher: threading.Thread | None = None
+
+    def watch(self) -> None:
+        """Has Redis tell every command: slow, so not under load."""
+        self._watching = Redis(
+            unix_socket_path=str(self.redis.socket), socket_timeout=None
+        ).monitor()
         self._watching.__enter__()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
-    def gateway(self, *arguments: str, port: int = 0, **variables: str) -> Gateway:
-        one = Gateway(*arguments, port=port, **self._variables(variables))
+    def gateway(
+        self,
+        *arguments: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        log: IO[str] | None = None,
+        **variables: str,
+    ) -> Gateway:
+        one = Gateway(*arguments, host=host, port=port, log=log, **self._variables(variables))
         self.processes.append(one)
         return one
 
-    def worker(self, *arguments: str, **variables: str) -> Worker:
+    def worker(self, *arguments: str, log: IO[str] | None = None, **variables: str) -> Worker:
         """`arguments` are those of `forebay worker`."""
-        one = Worker("worker", *arguments, **self._variables(variables))
+        one = Worker("worker", *arguments, log=log, **self._variables(variables))
         self.processes.append(one)
         return one
 
@@ -197,8 +231,9 @@ class Fleet:
     def close(self) -> None:
         for one in self.processes:
             one.close()
-        self._watching.connection.disconnect()
-        self._watcher.join()
+        if self._watcher is not None:
+            self._watching.connection.disconnect()
+            self._watcher.join()
 
     def _variables(self, more: dict[str, str]) -> dict[str, str]:
         return {"FOREBAY_REDIS_URL": self.redis.url, "FOREBAY_API_KEY": KEY} | more
@@ -215,6 +250,7 @@ class Fleet:
 @contextlib.contextmanager
 def fleet(redis: RedisServer) -> Iterator[Fleet]:
     house = Fleet(redis)
+    house.watch()
     try:
         yield house
     finally:

@@ -70,6 +70,15 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
+    def pause(self) -> None:
+        """It stands still: connections stay, and nobody answers."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+
     def forget(self) -> None:
         """Deletes what it had on disk; only while it does not run."""
         shutil.rmtree(self._directory / "appendonlydir", ignore_errors=True)

@@ -73,6 +73,15 @@ class Backend:
         """Redis answers."""
         return self.reader.connected
 
+    async def opened(self, timeout_s: float) -> None:
+        """Waits until this process can serve: it has the directory and knows a worker. Not longer
+        than `timeout_s`, since Redis may be away and workers may still load."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.teams.sync.loaded()
+                while not self.roster.ready:
+                    await self.roster.changed()
+
     async def failure(self) -> None:
         """Waits for ever, or raises what ended one of the tasks: the process must end then."""
         await asyncio.gather(*(supervisor.failure() for supervisor in self.supervisors))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+OPEN_S = 2.0
+"""A socket that others hand on has clients already: so long they wait, rather than get a 503."""
 
 
 def run(settings: GatewaySettings) -> int:
@@ -75,6 +77,7 @@ async def _serve(
         )
         server = Server(server_config(app, settings))
         collector.calm()
+        await backend.opened(OPEN_S)
         return await _until_failure(server, listener, backend)
 
 

@@ -1,0 +1,144 @@
+"""Row 34, several hosts: gateways and workers with addresses of their own, links cut and healed.
+
+Two gateways, two workers and Redis, each in a network namespace of its own.
+"""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from chaos_house import ECHO, House
+from dice import Moments
+from fleet_house import Gateway, Worker
+from hosts import REDIS, Hosts, missing
+from redis_house import RedisServer, redis_running
+from serve_house import until
+
+pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+
+PORT, SLOW_PORT, DELAY_S = 6379, 6380, 0.1
+
+
+class Apart(House):
+    """Each process on a host of its own: `worker-0`, `gateway-0`, … `slow`: the workers' links."""
+
+    def __init__(self, redis: RedisServer, hosts: Hosts, *, slow: bool = False) -> None:
+        self.hosts = hosts
+        self._slow = slow
+        super().__init__(redis)
+
+    def new_worker(self, number: int) -> Worker:
+        host = f"worker-{number}"
+        url = f"redis://127.0.0.1:{SLOW_PORT}" if self._slow else self._url(host)
+        with self.hosts.inside(host):
+            return self.fleet.worker(*ECHO, FOREBAY_REDIS_URL=url, **self.marks)
+
+    def new_gateway(self, number: int, port: int = 0) -> Gateway:
+        host = f"gateway-{number}"
+        with self.hosts.inside(host):
+            return self.fleet.gateway(
+                host=self.hosts.doors[host].far,
+                port=port,
+                FOREBAY_REDIS_URL=self._url(host),
+                **self.marks,
+            )
+
+    def _url(self, host: str) -> str:
+        return f"redis://{self.hosts.links[host].near}:{PORT}"
+
+
+HOSTS = ("gateway-0", "gateway-1", "worker-0", "worker-1")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    if why := missing():
+        pytest.skip(why)
+    with Hosts(*HOSTS) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def far_redis(hosts: Hosts) -> Iterator[RedisServer]:
+    """On a host of its own; the test looks at it through its Unix socket."""
+    with redis_running() as redis:
+        redis.kill()
+        with hosts.inside(REDIS):
+            redis.start("--port", str(PORT), "--bind", "0.0.0.0", "--protected-mode", "no")
+        yield redis
+
+
+@pytest.fixture
+def apart(hosts: Hosts, far_redis: RedisServer) -> Iterator[Apart]:
+    house = Apart(far_redis, hosts)
+    try:
+        yield house
+    finally:
+        for host in HOSTS:
+            hosts.heal(host)
+        house.close()
+        far_redis.client.flushall()
+
+
+def test_34_links_that_are_cut_and_healed(
+    apart: Apart, rng: random.Random, moments: Moments
+) -> None:
+    """A worker that is cut off is dead to all, and what it did meanwhile is dropped when it is
+    back: no client sees more than a pause."""
+    with apart.moving("forebay_workers_lost_total"):
+        for moment in moments(20, 500):
+            with apart.trial(rng) as load:
+                load.flow(moment)
+                lost = f"worker-{rng.randrange(2)}"
+                apart.hosts.cut(lost)
+                until(lambda: apart.metric("forebay_workers") < 4, 20)
+                load.flow(200)
+                apart.hosts.heal(lost)
+                until(lambda: apart.metric("forebay_workers") == 4, 60)
+                load.flow(100)
+
+
+def test_34_a_gateway_that_is_cut_off_from_redis(
+    apart: Apart, rng: random.Random, moments: Moments
+) -> None:
+    """Its clients get an answer late, an error event or a 503; those of the other one notice
+    nothing. It lives, is not the balancer's choice, and serves again when the link is healed."""
+    for moment in moments(20, 500):
+        with apart.trial(rng, ends=("ok", "refused", "broken")) as load:
+            load.flow(moment)
+            number = rng.randrange(2)
+            lost, other = apart.gateways[number], apart.gateways[1 - number]
+            apart.hosts.cut(f"gateway-{number}")
+            assert httpx.get(lost.base + "/health", timeout=10).status_code == 200
+            time.sleep(rng.uniform(0, 4))  # the outage itself
+            assert other.ready
+            apart.hosts.heal(f"gateway-{number}")
+            until(lambda lost=lost: lost.ready, 60)
+            load.flow(100)
+        assert load.ends["ok"] > 5
+
+
+def test_34_slow_links_make_answers_slow_and_nothing_else(
+    hosts: Hosts, far_redis: RedisServer, rng: random.Random
+) -> None:
+    """The workers are 100 ms from Redis, each way."""
+    with ExitStack() as stack:
+        for host in ("worker-0", "worker-1"):
+            with hosts.inside(host):
+                script = str(Path(__file__).with_name("slow_link.py"))
+                words = [SLOW_PORT, hosts.links[host].near, PORT, DELAY_S]
+                link = subprocess.Popen([sys.executable, script, *map(str, words)])
+            stack.callback(link.wait)
+            stack.callback(link.kill)
+        house = Apart(far_redis, hosts, slow=True)
+        stack.callback(house.close)
+        with house.trial(rng) as load:
+            load.flow(1000)
+        answered = [one for one in load.outcomes if one.end == "ok" and one.ask.streams]
+        assert min(one.seconds for one in answered) > 2 * DELAY_S
