@@ -275,3 +275,37 @@ def test_documents_reach_the_template(tiny: Tiny) -> None:
 def test_the_bounds_of_counts_are_bounds(tiny: Tiny) -> None:
     assert tiny.complete(prompt=["x"] * 100, best_of=11, n=1).json()["error"]["param"] == "prompt"
     assert tiny.complete(n=129).json()["error"]["param"] == "n"
+
+
+def test_a_forced_function_is_called_in_the_old_form_whole_and_streamed(tiny: Tiny) -> None:
+    parameters = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
+    fields = {
+        "functions": [{"name": "look", "parameters": parameters}, {"name": "see"}],
+        "function_call": {"name": "look"},
+        "max_tokens": 64,
+    }
+    whole = choice(tiny.chat(**fields))
+    assert whole["finish_reason"] == "function_call"
+    assert whole["message"]["content"] is None
+    call = whole["message"]["function_call"]
+    assert call["name"] == "look"
+    assert isinstance(json.loads(call["arguments"])["x"], bool)
+    parts = [one for event in events(tiny.chat(stream=True, **fields)) for one in event["choices"]]
+    pieces = [one["delta"]["function_call"] for one in parts if "function_call" in one["delta"]]
+    assert pieces[0]["name"] == "look"
+    assert "".join(piece["arguments"] for piece in pieces) == call["arguments"]
+    assert parts[-1]["finish_reason"] == "function_call"
+
+
+@BOTH
+def test_a_choice_says_which_of_the_clients_stops_ended_it(tiny: Tiny, where: str) -> None:
+    stop = tiny.encode("dog")[-1]
+    fields = {"logit_bias": {str(stop): 100}, "max_tokens": 4}
+    for asked, reason in (
+        ({"stop_token_ids": [stop]}, stop),
+        ({"stop": tiny.decode([stop])}, None),
+    ):
+        whole = choice(ask(tiny, where, **fields, **asked))
+        assert whole["finish_reason"] == "stop"
+        assert whole["stop_reason"] == (reason or asked["stop"])
+    assert choice(ask(tiny, where, **fields))["stop_reason"] is None
