@@ -4,7 +4,7 @@
 
     calm      blue asks now and then; red keeps two requests open
     flood     the same, while red keeps sixty-four open: long prompts, long answers
-    weights   red (weight 3) and blue (1) both flood: red's share of the output tokens
+    weights   red (weight 3) and blue (1) both flood: red's share of the tokens on the books
 
 One gateway and one worker with eight seats, as `forebay serve` starts them; a CPU, the demo model;
 with `--engine echo` an engine without a queue, which leaves what the gateway adds. Goals: p99 of
@@ -83,8 +83,11 @@ def house(engine: str) -> Iterator[House]:
     with tempfile.TemporaryDirectory(prefix="fb-") as data:
         port = common.free_port()
         command = [sys.executable, "-m", "forebay_shared.cli", "serve", "--port", str(port)]
-        command += ["--engine", engine, "--max-num-seqs", str(SEATS), "--data-dir", data]
-        command += ["--echo-delay-ms", "10"] if engine == "echo" else []
+        command += ["--engine", engine, "--data-dir", data]
+        if engine == "echo":
+            command += ["--echo-delay-ms", "10"]
+        else:
+            command += ["--max-num-seqs", str(SEATS)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
@@ -132,8 +135,8 @@ async def shares(one: House) -> common.Figures:
         for task in both:
             task.cancel()
         await asyncio.gather(*both, return_exceptions=True)
-    made = {team: after[team] - before.get(team, 0) for team in after}
-    return {"red's share": made["red"] / sum(made.values())}
+    made = {team: after.get(team, 0) - before.get(team, 0) for team in ("red", "blue")}
+    return {"red's share": made["red"] / max(1, sum(made.values()))}
 
 
 def used(one: House) -> dict[str, int]:
