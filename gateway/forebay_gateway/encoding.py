@@ -78,7 +78,7 @@ class EncodeLedger:
             elif isinstance(reply, Started):
                 self.begun = True
             elif isinstance(reply, Failed):
-                self.failed = reply
+                self.failed = self.failed or reply
             elif isinstance(reply, Embedded) and self.open and self._fits(reply):
                 self.open = False
                 return [reply]

@@ -84,7 +84,7 @@ class Ledger:
             elif isinstance(reply, Accepted):
                 self.accepted = True
             elif isinstance(reply, Failed):
-                self.failed = reply
+                self.failed = self.failed or reply  # what comes behind it is its echo
             elif isinstance(reply, PromptLogprobs):
                 self._scores(reply, events)
             elif isinstance(reply, Embedded | TextDelta):

@@ -5,21 +5,25 @@ import random
 import signal
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from bus_house import Answer, WorkerProcess, answer, expected, job, run_job, workers
+from forebay_gateway.attempts import MAX_ATTEMPTS
 from forebay_gateway.backend import Backend, connect
-from forebay_gateway.dispatch import BUS_AWAY_S
+from forebay_gateway.dispatch import BUS_AWAY_S, Generation
 from forebay_shared import keys
+from forebay_shared.books import Outcome
 from forebay_shared.errors import (
     BusError,
     ContextLengthError,
     ForebayError,
     NoWorkerError,
     OverloadedError,
+    WorkerLostError,
 )
 from forebay_shared.packets import REPLY, WORK
 from forebay_shared.settings import GatewaySettings, Secret
-from forebay_shared.wire import Delta, Submit
+from forebay_shared.wire import Delta, Submit, Usage
 from redis_house import RedisServer, WaitUntil
 
 PATIENCE_S = 10.0
@@ -367,3 +371,75 @@ async def test_a_gap_in_the_replies_is_closed_by_another_attempt(
             await answer(generation, so_far=got)
         assert got.tokens[0] == expected((1, 2, 3), 50)
         assert _count(backend, "resubmitted", reason="gap") == 1
+
+
+async def _until_moved(generation: Generation, attempt: int, got: Answer) -> None:
+    """Takes what comes until the attempt is over and another one has answered."""
+    while generation.placement is not None and generation.placement.attempt == attempt:
+        got.take(await generation.events())
+
+
+class Bill:
+    """Admits everything and keeps what is settled."""
+
+    def __init__(self) -> None:
+        self.settled: list[tuple[Usage, Outcome, int]] = []
+
+    async def admit(self, request_id: str, input_tokens: int, output_tokens: int) -> "Bill":
+        return self
+
+    def settle(self, usage: Usage, outcome: Outcome, attempts: int, _: int | None) -> None:
+        self.settled.append((usage, outcome, attempts))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+async def test_a_job_that_loses_three_workers_is_given_up_and_billed_for_what_was_sent(
+    backend: Backend, redis_url: str, wait_until: WaitUntil
+) -> None:
+    bill = Bill()
+    with workers(redis_url, 1, delay_ms=20) as running:
+        await wait_until(lambda: backend.roster.ready, 60)
+        one = msgspec.structs.replace(job(backend, tokens=30_000), toll=bill)
+        got = Answer()
+
+        async def lose_three() -> None:
+            async with backend.dispatcher.generate(one) as generation:
+                for attempt in range(1, MAX_ATTEMPTS + 1):
+                    await answer(generation, until=got.count + 5, so_far=got)
+                    running.append(WorkerProcess(redis_url, 20, 1))
+                    await wait_until(lambda: len(backend.roster.workers) == 2, 60)
+                    running[-2].kill()
+                    await _until_moved(generation, attempt, got)
+
+        with pytest.raises(WorkerLostError):
+            await lose_three()
+        assert got.tokens[0] == expected((1, 2, 3), got.count)
+        [(usage, outcome, attempts)] = bill.settled
+        assert (usage.prompt_tokens, usage.completion_tokens) == (3, got.count)
+        assert (outcome, attempts) == ("error", 3)
+        await _idle(backend, wait_until)
+
+
+async def test_being_handed_over_does_not_count_among_the_attempts(
+    backend: Backend, redis_url: str, wait_until: WaitUntil
+) -> None:
+    bill = Bill()
+    with workers(redis_url, 1, delay_ms=5, drain_s=0.0) as running:
+        await wait_until(lambda: backend.roster.ready, 60)
+        one = msgspec.structs.replace(job(backend, tokens=30_000), toll=bill)
+        got = Answer()
+        async with backend.dispatcher.generate(one) as generation:
+            for attempt in range(1, MAX_ATTEMPTS + 2):
+                await answer(generation, until=got.count + 5, so_far=got)
+                assert generation.placement is not None
+                assert generation.placement.attempt == attempt
+                running.append(WorkerProcess(redis_url, 5, 0))
+                await wait_until(lambda: len(backend.roster.workers) == 2, 60)
+                running[-2].send(signal.SIGTERM)
+                await _until_moved(generation, attempt, got)
+            await answer(generation, until=got.count + 5, so_far=got)
+        assert got.tokens[0] == expected((1, 2, 3), got.count)
+        assert _count(backend, "resubmitted", reason="drained") == MAX_ATTEMPTS + 1
+        await wait_until(lambda: len(bill.settled) == 1)
+        assert bill.settled[0][1:] == ("cancelled", MAX_ATTEMPTS + 2)
