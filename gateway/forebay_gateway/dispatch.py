@@ -19,7 +19,7 @@ from forebay_shared.errors import (
     NoWorkerError,
 )
 from forebay_shared.lane import Lane
-from forebay_shared.models import ModelCard
+from forebay_shared.models import CAP_RESUME, ModelCard
 from forebay_shared.packets import WORK
 from forebay_shared.reader import Reader
 from forebay_shared.sampling import SamplingParams
@@ -94,6 +94,10 @@ class Generation(Attempts[Event]):
 
     def prompt(self) -> Prompt:
         return self._prompt
+
+    @property
+    def repeatable(self) -> bool:
+        return CAP_RESUME in self.card.capabilities or not self._ledger.told
 
     def begun(self, placement: Placement, event: Event) -> None:
         choice = placement.choice

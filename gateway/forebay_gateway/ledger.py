@@ -56,6 +56,11 @@ class Ledger:
         self.failed: Failed | None = None
 
     @property
+    def told(self) -> bool:
+        """Tokens of what is open have been passed on."""
+        return any(track.emitted for track in self._open.values())
+
+    @property
     def open(self) -> bool:
         """Some sequence has not ended."""
         return bool(self._open)

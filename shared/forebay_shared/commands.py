@@ -104,6 +104,7 @@ _ENGINE = (
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
     "seed",
+    "engine_args",
     "step_timeout_s",
     "echo_delay_ms",
 )

@@ -17,6 +17,12 @@ CAP_GRAMMAR = "grammar"
 CAP_PROMPT_LOGPROBS = "prompt_logprobs"
 CAP_GENERATE = "generate"
 CAP_EMBED = "embed"
+CAP_RESUME = "resume"
+"""A sequence that another worker began goes on here; a greedy one as if it had been here always."""
+CAP_RESUME_SAMPLED = "resume_sampled"
+"""So does a sampled one: its noise is a function of seed and position, in any company."""
+CAP_DIGESTS = "digests"
+"""The engine tells what its prefix cache holds."""
 CAP_TEXT = "text"
 """The engine takes and gives text: its card has no tokenizer, and its work is SubmitText."""
 
@@ -71,7 +77,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     chat_template: str | None = None
     template_tokens: dict[str, str] = {}
     generation_defaults: dict[str, Any] = {}
-    capabilities: frozenset[str] = frozenset({CAP_GENERATE})
+    capabilities: frozenset[str] = frozenset({CAP_GENERATE, CAP_RESUME})
     embedding: EmbeddingCard | None = None
     parameters: frozenset[str] = frozenset()
 

@@ -123,7 +123,7 @@ class WorkerSettings:
         str, Meta(description="local directory, .gguf file or hub id; default: the demo model")
     ] = ""
     engine: Annotated[
-        str, Meta(description="kind of engine: native, http, echo or a plug-in's name")
+        str, Meta(description="kind of engine: native, http, vllm, echo or a plug-in's name")
     ] = "native"
     redis_url: Annotated[
         Secret,
@@ -191,6 +191,9 @@ class WorkerSettings:
     echo_cache_blocks: Annotated[
         int, Meta(ge=0, description="echo engine: blocks of its prefix cache; 0: none")
     ] = 0
+    engine_args: Annotated[
+        str, Meta(description="vllm engine: more of its arguments, as a JSON object by their names")
+    ] = ""
     upstream_url: Annotated[
         tuple[str, ...],
         Meta(

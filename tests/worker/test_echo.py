@@ -191,5 +191,5 @@ def test_its_tokenizer_and_template_give_any_text_back() -> None:
 
 def test_an_engine_is_found_by_name_and_an_unknown_one_is_named() -> None:
     assert isinstance(build(WorkerSettings(engine="echo")), EchoEngine)
-    with pytest.raises(StartError, match=r"'nope'.*echo, http, native"):
+    with pytest.raises(StartError, match=r"'nope'.*echo, http, native, vllm"):
         build(WorkerSettings(engine="nope"))

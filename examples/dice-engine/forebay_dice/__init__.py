@@ -9,7 +9,13 @@ import time
 from hashlib import blake2b
 
 from forebay_shared.errors import ForebayError, InvalidRequestError
-from forebay_shared.models import CAP_GENERATE, ModelCard, content_hash
+from forebay_shared.models import (
+    CAP_GENERATE,
+    CAP_RESUME,
+    CAP_RESUME_SAMPLED,
+    ModelCard,
+    content_hash,
+)
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import Delta, Done, Failed, FinishReason, Load, Started, Submit, Usage
 from forebay_worker.engine.intake import checked_ids
@@ -42,7 +48,7 @@ class DiceEngine:
             block_size=16,
             created=int(time.time()),
             eos_token_ids=(END,),
-            capabilities=frozenset({CAP_GENERATE}),
+            capabilities=frozenset({CAP_GENERATE, CAP_RESUME, CAP_RESUME_SAMPLED}),
         )
         self._running: list[_Sequence] = []
         self._lock = threading.Lock()

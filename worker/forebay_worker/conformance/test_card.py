@@ -1,10 +1,10 @@
 """The card: true, and with every blob that it names."""
 
-from forebay_shared.models import CAP_EMBED, CAP_GENERATE, content_hash
+from forebay_shared.models import CAP_DIGESTS, CAP_EMBED, CAP_GENERATE, content_hash
 from tokenizers import Tokenizer
 
 from forebay_worker.conformance.driver import Driven
-from forebay_worker.engines.base import Encoder, Teller
+from forebay_worker.engines.base import CacheTeller, Encoder, Teller
 
 
 def test_the_card_names_a_model_and_its_sizes(driven: Driven) -> None:
@@ -40,6 +40,12 @@ def test_an_engine_that_speaks_text_says_so_and_can(driven: Driven) -> None:
     generates = CAP_GENERATE in driven.card.capabilities
     assert isinstance(driven.engine, Teller) >= (driven.card.speaks_text and generates)
     assert bool(driven.card.parameters) >= driven.card.speaks_text, "say which fields it takes"
+
+
+def test_an_engine_that_tells_of_its_cache_says_so(driven: Driven) -> None:
+    engine = driven.engine
+    tells = isinstance(engine, CacheTeller) and engine.cache_log is not None
+    assert tells == (CAP_DIGESTS in driven.card.capabilities)
 
 
 def test_it_is_healthy_and_idle_before_any_work(driven: Driven) -> None:

@@ -1,7 +1,7 @@
 """Generation: order, limits, determinism, and going on where another worker left off."""
 
 import pytest
-from forebay_shared.models import CAP_LOGPROBS
+from forebay_shared.models import CAP_LOGPROBS, CAP_RESUME, CAP_RESUME_SAMPLED
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import SequenceStart, pack_ids
 
@@ -61,6 +61,9 @@ def test_sequences_of_one_request_each_have_noise_of_their_own(
 def test_it_goes_on_exactly_where_another_worker_left_off(
     driven: Driven, prompt: list[int], sampling: SamplingParams, emitted: int
 ) -> None:
+    needed = CAP_RESUME if sampling.greedy else CAP_RESUME_SAMPLED
+    if needed not in driven.card.capabilities:
+        pytest.skip(f"the card does not declare {needed}")
     (whole,) = driven.run(prompt, sampling)
     start = SequenceStart(0, pack_ids(whole.token_ids[:emitted]))
     (rest,) = driven.run(prompt, sampling, start)

@@ -12,6 +12,8 @@ from forebay_shared.models import (
     CAP_LOGIT_BIAS,
     CAP_LOGPROBS,
     CAP_PENALTIES,
+    CAP_RESUME,
+    CAP_RESUME_SAMPLED,
     ModelCard,
     content_hash,
 )
@@ -27,7 +29,16 @@ from forebay_worker.engines.generation import (
     read_json,
 )
 
-CAPABILITIES = frozenset({CAP_GENERATE, CAP_LOGPROBS, CAP_PENALTIES, CAP_LOGIT_BIAS})
+CAPABILITIES = frozenset(
+    {
+        CAP_GENERATE,
+        CAP_LOGPROBS,
+        CAP_PENALTIES,
+        CAP_LOGIT_BIAS,
+        CAP_RESUME,
+        CAP_RESUME_SAMPLED,
+    }
+)
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 

@@ -24,9 +24,12 @@ from forebay_shared.errors import (
     WorkerLostError,
 )
 from forebay_shared.models import (
+    CAP_DIGESTS,
     CAP_EMBED,
     CAP_GENERATE,
     CAP_LOGPROBS,
+    CAP_RESUME,
+    CAP_RESUME_SAMPLED,
     ModelCard,
     content_hash,
 )
@@ -61,7 +64,7 @@ DEFAULT_MODEL_LEN = 32_768
 BLOCK_SIZE = 16
 PREFILL_TOKENS = 8_192
 """A step with so many prompt tokens starts no further sequence, where prefill takes time."""
-_GENERATES = frozenset({CAP_GENERATE, CAP_LOGPROBS})
+_GENERATES = frozenset({CAP_GENERATE, CAP_LOGPROBS, CAP_RESUME, CAP_RESUME_SAMPLED})
 _CAPABILITIES = {
     "auto": _GENERATES | {CAP_EMBED},
     "generate": _GENERATES,
@@ -174,7 +177,8 @@ class EchoEngine:
             eos_token_ids=(END,),
             chat_template=content_hash(template),
             template_tokens={"eos_token": SPECIALS[0]},
-            capabilities=_CAPABILITIES[self._settings.runner],
+            capabilities=_CAPABILITIES[self._settings.runner]
+            | ({CAP_DIGESTS} if self._settings.echo_cache_blocks else set[str]()),
             embedding=None if self._settings.runner == "generate" else echo_vectors.CARD,
         )
 

@@ -6,7 +6,7 @@ It puts model, core and loop together; what each does is theirs to know.
 import logging
 
 import msgspec
-from forebay_shared.models import CAP_GRAMMAR, CAP_PROMPT_LOGPROBS, ModelCard
+from forebay_shared.models import CAP_DIGESTS, CAP_GRAMMAR, CAP_PROMPT_LOGPROBS, ModelCard
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import Load, Submit
 
@@ -55,6 +55,7 @@ class NativeEngine:
         able = {
             CAP_GRAMMAR: self._grammars is not None,
             CAP_PROMPT_LOGPROBS: self._runner.scores_prompts,
+            CAP_DIGESTS: settings.enable_prefix_caching,
         }
         capabilities = self._card.capabilities | {name for name, can in able.items() if can}
         self._card = msgspec.structs.replace(self._card, capabilities=capabilities)

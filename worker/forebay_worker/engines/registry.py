@@ -20,6 +20,7 @@ BUILT_IN = {
     "native": "forebay_worker.engines.native:build",
     "echo": "forebay_worker.engines.echo:EchoEngine",
     "http": "forebay_worker.engines.http.engine:HttpEngine",
+    "vllm": "forebay_worker.engines.vllm:VllmEngine",
 }
 
 

@@ -165,6 +165,12 @@ class TaskEngine(ABC):
     def start(self, emit: Emit, recorder: Recorder) -> None:
         """Returns when the engine is ready. Raises EngineError when it is lost before."""
         self._emit, self._recorder = emit, recorder
+        if self._thread is None:
+            self.launch()
+
+    def launch(self) -> None:
+        """Starts the thread; returns when the engine is ready. Raises EngineError when it is lost
+        before. `start` does so unless the engine is loaded when it is made."""
         self._thread = threading.Thread(target=self._main, name="tasks-engine", daemon=True)
         self._thread.start()
         self._started.wait()
