@@ -12,6 +12,7 @@ from typing import Any, get_args
 import forebay_shared
 import msgspec
 import pytest
+from forebay_shared.asked import AskedCall, AskedFunction, AskedMessage, Chat, Prompt
 from forebay_shared.books import UsageRecord
 from forebay_shared.models import EmbeddingCard, ModelCard
 from forebay_shared.packets import CACHE, CHANGES, REPLY, ROSTER, WORK, Codec
@@ -21,6 +22,7 @@ from forebay_shared.wire import (
     Accepted,
     Beacon,
     CacheEvent,
+    CallDelta,
     Cancel,
     Changed,
     Delta,
@@ -38,7 +40,10 @@ from forebay_shared.wire import (
     Snapshot,
     Started,
     Submit,
+    SubmitText,
     Sync,
+    TextDelta,
+    TextLogprobs,
     TokenLogprobs,
     Usage,
     Work,
@@ -55,7 +60,16 @@ SAMPLING = SamplingParams(
     prompt_logprobs=1, grammar=Grammar("regex", "a+", "response_format"),
 )  # fmt: skip
 SCORES = [TokenLogprobs(-0.5, [(3, -0.5), (4, -1.5)], 1), TokenLogprobs(-2.0)]
-USAGE = Usage(10, 4, 6, 1.5, 2.5, 3.5)
+USAGE = Usage(10, 4, 6, 1.5, 2.5, 3.5, 2, True)
+CHAT = Chat(
+    messages=(
+        AskedMessage("assistant", "so", "ann", "hm", (AskedCall("c", "look", "{}"),)),
+        AskedMessage("tool", "seen", call_id="c"),
+    ),
+    functions=(AskedFunction("look", '{"type":"object"}', "Looks.", True),), required=True,
+    forced="look", parallel=False, reasoning_effort="low", verbosity="high",
+    template={"enable_thinking": False}, continues=True,
+)  # fmt: skip
 LOAD = Load(1, 2, 300, 0.25, 0.5, 1000.0, 50.0)
 WHOLE = {"team": "t", "weight": 2.0, "priority": -1, "queue_timeout_ms": 5000, "metered": True}
 SAMPLES: dict[str, list[Any]] = {
@@ -66,6 +80,15 @@ SAMPLES: dict[str, list[Any]] = {
             starts=(SequenceStart(0, b"\2\0\0\0"), SequenceStart(1)), cache_salt="s",
             traceparent="00-1-2-01", **WHOLE,
         ),
+        SubmitText(
+            request_id="r", attempt=1, gateway="g", asked=Prompt("hello"), sampling=SamplingParams()
+        ),
+        SubmitText(
+            request_id="r", attempt=2, gateway="g", asked=CHAT, sampling=SAMPLING,
+            given=("max_tokens", "seed"), indexes=(0, 2), cache_salt="s", traceparent="00-1-2-01",
+            **WHOLE,
+        ),
+        Encode(request_id="e", attempt=1, gateway="g", inputs=(), texts=("a", "b")),
         Encode(request_id="e", attempt=1, gateway="g", inputs=(b"\1\0\0\0",)),
         Encode(request_id="e", attempt=1, gateway="g", inputs=(b"\1\0\0\0", b""), dimensions=64,
                normalize=False, **WHOLE),
@@ -78,6 +101,11 @@ SAMPLES: dict[str, list[Any]] = {
         Started("r", 1, 0, 16, 2.5),
         PromptLogprobs("r", 1, 1, SCORES),
         Delta("r", 1, 0, 0, [1, 2]),
+        TextDelta("r", 1, 0, 0, "hello"),
+        TextDelta(
+            "r", 1, 0, 1, "a", "b", [CallDelta(0, "c", "look", "{}")],
+            [TextLogprobs(b"a", -0.5, [(b"a", -0.5)])], USAGE,
+        ),
         Delta("r", 1, 1, 5, [7, 300], SCORES),
         Done("r", 1, 0, "stop", 256, USAGE),
         Done("r", 1, 1, "length", None, USAGE),

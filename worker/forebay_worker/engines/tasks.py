@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -203,14 +204,12 @@ class TaskEngine(ABC):
 
     def stop(self, timeout_s: float) -> None:
         self._stopped = True
-        if self._thread is None:
-            return
-        self._call(self._give_up)
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._call(self._give_up)
+            self._thread.join(timeout_s)
 
-    def open(self, work: Task, lives: Iterable[int], run: Run, emitted: Iterable[int] = ()) -> None:
-        """Queues the sequences of a request; `emitted` counts what each has emitted elsewhere."""
-        counts = dict(zip(lives, emitted, strict=True)) if emitted else dict.fromkeys(lives, 0)
+    def open(self, work: Task, counts: dict[int, int], run: Run) -> None:
+        """Queues the sequences of a request, by index, each with what it has emitted elsewhere."""
         self._call(self._open, work, counts, run)
 
     def refuse(self, work: Task, error: ForebayError) -> None:
@@ -220,7 +219,8 @@ class TaskEngine(ABC):
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None, "the engine has not been started"
-        self._loop.call_soon_threadsafe(function, *arguments)
+        with suppress(RuntimeError):  # the loop is closed: the engine has stopped
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _main(self) -> None:
         try:

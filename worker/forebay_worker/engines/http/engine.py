@@ -88,7 +88,7 @@ class HttpEngine(TaskEngine):
         except ForebayError as error:
             self.refuse(submit, error)
             return
-        self.open(submit, submit.indexes, self._tell)
+        self.open(submit, dict.fromkeys(submit.indexes, 0), self._tell)
 
     def encode(self, encode: Encode) -> None:
         if CAP_EMBED not in self.card.capabilities:
@@ -96,7 +96,7 @@ class HttpEngine(TaskEngine):
         elif not encode.texts or not all(encode.texts):
             self.refuse(encode, UnsupportedError("This engine takes text, not token ids."))
         else:
-            self.open(encode, (0,), self._embed)
+            self.open(encode, {0: 0}, self._embed)
 
     @property
     def _calls(self) -> Upstream:
