@@ -19,6 +19,7 @@ from forebay_shared.errors import (
     DrainingError,
     ForebayError,
     OverloadedError,
+    RateLimitError,
     WorkerLostError,
     from_code,
 )
@@ -160,6 +161,8 @@ class Attempts(ABC, Generic[E]):
         # Nothing is awaited here: a lane takes the cancel at once and the publisher's own task
         # sends it, so a scope that cancels every await cannot keep a worker busy for nobody.
         failed = kind is not None and issubclass(kind, ForebayError)
+        if isinstance(error, ForebayError):
+            self.dispatcher.metrics.shed(error)
         outcome = "error" if failed else "cancelled" if self._book.open else "completed"
         self._leave(outcome)
         if self._meter is not None and not self._meter.tailed:
@@ -275,8 +278,9 @@ class Attempts(ABC, Generic[E]):
         return True
 
     def _full(self, error: ForebayError) -> bool:
-        """The worker's queue is full, and so are those of all others."""
-        return type(error) is OverloadedError and not self.dispatcher.others(self.card, self._tried)
+        """The worker's queue has no room for it, and neither have those of all others."""
+        full = type(error) is OverloadedError or isinstance(error, RateLimitError)
+        return full and not self.dispatcher.others(self.card, self._tried)
 
     def _leave(self, outcome: Outcome | None = None) -> None:
         """Ends the current attempt: its box is closed, and what still runs of it is cancelled.

@@ -99,6 +99,8 @@ _ENGINE = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "team_queue_share",
     "enable_prefix_caching",
     "block_size",
     "gpu_memory_utilization",

@@ -157,8 +157,14 @@ class WorkerSettings:
         int, Meta(ge=0, description="token budget of one step; 0: 8192 on CUDA, 256 on CPU")
     ] = 0
     max_num_queued_reqs: Annotated[
-        int, Meta(ge=1, description="requests waiting in the engine; more are refused with a 503")
+        int, Meta(ge=1, description="requests waiting in the worker; more are refused with a 503")
     ] = 1024
+    max_num_queued_tokens: Annotated[
+        int, Meta(ge=1, description="prompt tokens waiting in the worker; more are refused")
+    ] = 2_097_152
+    team_queue_share: Annotated[
+        float, Meta(gt=0, le=1, description="share of both that one team may hold; more is a 429")
+    ] = 0.5
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="share of the card's memory to use")
     ] = 0.92

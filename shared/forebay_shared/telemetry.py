@@ -13,6 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay_shared.errors import (
+    DeadlineError,
+    ForebayError,
+    OverloadedError,
+    RateLimitError,
+)
 from forebay_shared.wire import Load
 
 _LATENCY_S = (
@@ -40,6 +46,7 @@ DropReason = Literal["unknown", "fenced", "duplicate", "bad"]
 PickReason = Literal["only", "prefix", "load", "spread"]
 PICK_REASONS: tuple[PickReason, ...] = ("only", "prefix", "load", "spread")
 FallbackReason = Literal["missing", "overloaded", "context"]
+RefuseReason = Literal["requests", "tokens", "team", "wait"]
 ResubmitReason = Literal["worker_lost", "not_accepted", "gap", "bus_reset", "failed", "drained"]
 
 
@@ -200,12 +207,21 @@ class WorkerMetrics:
         self.handed_over = self._counter(
             "handed_over_requests", "Requests given back to their gateways on leaving."
         )
+        self._refused = Counter(
+            "forebay_refused_requests",
+            "Requests that might not wait here, by the bound that they met.",
+            ["engine", "reason"],
+            registry=registry,
+        )
         self.step_age = Gauge(
             "forebay_step_age_seconds",
             "Since the engine's loop last came round, while there is work.",
             ["engine"],
             registry=registry,
         ).labels(engine=engine)
+
+    def refused(self, reason: RefuseReason) -> None:
+        self._refused.labels(engine=self._engine, reason=reason).inc()
 
     def _counter(self, name: str, text: str) -> Counter:
         family = Counter(f"forebay_{name}", text, ["engine"], registry=self.registry)
@@ -358,6 +374,12 @@ class GatewayMetrics:
             ["reason"],
             registry=registry,
         )
+        self._shed = Counter(
+            "forebay_shed",
+            "Requests that were not served though they were sound, by the code of their error.",
+            ["reason"],
+            registry=registry,
+        )
         self._resubmitted = Counter(
             "forebay_resubmitted", "Attempts after a job's first.", ["reason"], registry=registry
         )
@@ -392,6 +414,11 @@ class GatewayMetrics:
 
     def fell_back(self, reason: FallbackReason) -> None:
         self._fallbacks.labels(reason=reason).inc()
+
+    def shed(self, error: ForebayError) -> None:
+        """Counts what load or a fault has turned away; other errors are the client's own."""
+        if isinstance(error, OverloadedError | RateLimitError | DeadlineError):
+            self._shed.labels(reason=error.code).inc()
 
     def resubmitted(self, reason: ResubmitReason) -> None:
         self._resubmitted.labels(reason=reason).inc()

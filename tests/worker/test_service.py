@@ -27,10 +27,14 @@ from forebay_shared.wire import (
     Failed,
     Load,
     Reply,
+    SequenceStart,
+    Started,
     Submit,
     Usage,
+    pack_ids,
 )
 from forebay_worker import main, service
+from forebay_worker.door import DEFAULT, Bounds
 from forebay_worker.engines.base import Emit, Recorder
 from forebay_worker.engines.echo import EchoEngine
 from forebay_worker.service import Service
@@ -80,11 +84,11 @@ class PlayedEngine:
 class House:
     """A service with its bus, and the reply stream of gateway "g"."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, bounds: Bounds = DEFAULT) -> None:
         self.engine = PlayedEngine()
         self.publisher = Publisher(url, patience_s=1.0)
         self.metrics = WorkerMetrics(CollectorRegistry(), engine="w")
-        self.service = Service("w", self.engine, self.publisher, self.metrics)
+        self.service = Service("w", self.engine, self.publisher, self.metrics, bounds=bounds)
         self.packets: list[list[Reply]] = []
         self.readers = [
             Reader(url, [self.service.feed()]),
@@ -119,8 +123,8 @@ class House:
 
 
 @asynccontextmanager
-async def house(url: str, wait_until: WaitUntil) -> AsyncIterator[House]:
-    one = House(url)
+async def house(url: str, wait_until: WaitUntil, bounds: Bounds = DEFAULT) -> AsyncIterator[House]:
+    one = House(url, bounds)
     async with Supervisor("test") as tasks:
         tasks.start("publisher", one.publisher.run())
         for number, reader in enumerate(one.readers):
@@ -168,6 +172,30 @@ async def test_an_engine_without_embeddings_is_spared_them(
         assert isinstance(failed := one.replies[1], Failed)
         assert (failed.code, failed.retryable) == ("unsupported_parameter", False)
         assert one.service.open_requests == 0
+
+
+async def test_who_may_not_wait_learns_it_although_the_engine_is_silent(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    async with house(redis_url, wait_until, Bounds(requests=1)) as one:
+        for name in ("waits", "too many"):
+            one.service.receive([_submit(name)])
+        await wait_until(lambda: len(one.failures) == 1)
+        assert one.failures[0].request_id == "too many"
+        assert one.failures[0].code == "overloaded"
+        assert one.failures[0].retryable
+        assert one.failures[0].retry_after_s == 1.0
+        goes_on = _submit("goes on")
+        goes_on = msgspec.structs.replace(goes_on, starts=(SequenceStart(0, pack_ids([1, 2])),))
+        one.service.receive([goes_on])
+        one.emit([Started("waits", 1, 0, 0, 0.0)])
+        one.emit([Started("goes on", 1, 0, 0, 0.0)])
+        await wait_until(lambda: sum(isinstance(each, Started) for each in one.replies) == 2)
+        one.service.receive([_submit("has room")])
+        assert [each.request_id for each in one.engine.submits] == ["waits", "goes on", "has room"]
+        labels = {"engine": "w", "reason": "requests"}
+        value = one.metrics.registry.get_sample_value
+        assert value("forebay_refused_requests_total", labels) == 1
 
 
 async def test_steps_faster_than_redis_travel_merged_and_whole(

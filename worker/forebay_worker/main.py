@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay_worker.beacon import Presence
 from forebay_worker.digest import Digests
+from forebay_worker.door import Bounds
 from forebay_worker.engines.base import Engine
 from forebay_worker.engines.registry import build
 from forebay_worker.service import Service
@@ -82,7 +83,10 @@ async def serve(
     )
     publisher = Publisher(settings.redis_url)
     mishaps = WorkerMetrics(metrics.registry, engine=worker)
-    service = Service(worker, engine, publisher, mishaps, tracing)
+    bounds = Bounds(
+        settings.max_num_queued_reqs, settings.max_num_queued_tokens, settings.team_queue_share
+    )
+    service = Service(worker, engine, publisher, mishaps, tracing, bounds)
     watchdog = Watchdog(engine, mishaps, settings.step_timeout_s, service.fence, alarm)
     digests = Digests(worker, engine, publisher)
     service.on_sync = digests.sync

@@ -1,8 +1,9 @@
 """Between the bus and the engine: work in, one packed entry per gateway and step out.
 
-It drops duplicates, answers Accepted itself (the engine may be in a long step), keeps what it
-cannot send while Redis is away up to a bound, aborts what nobody waits for any more, and gives back
-what it cannot finish. It knows neither how an engine works nor what a request means.
+It drops duplicates, turns away what may not wait, answers Accepted itself (the engine may be in a
+long step), keeps what it cannot send while Redis is away up to a bound, aborts what nobody waits
+for any more, and gives back what it cannot finish. It knows neither how an engine works nor what a
+request means.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from forebay_shared.wire import (
     Encode,
     Failed,
     Reply,
+    Started,
     Submit,
     SubmitText,
     Sync,
@@ -41,6 +43,7 @@ from forebay_shared.wire import (
     Work,
 )
 
+from forebay_worker.door import DEFAULT, Bounds, Door
 from forebay_worker.engines.base import Encoder, Engine, Teller
 from forebay_worker.metering import Metering
 
@@ -71,6 +74,7 @@ class Service:
         publisher: Publisher,
         metrics: WorkerMetrics,
         tracing: "Tracing | None" = None,
+        bounds: Bounds = DEFAULT,
     ) -> None:
         self._worker = worker
         self._engine = engine
@@ -79,6 +83,7 @@ class Service:
         self._leaving: ForebayError | None = None
         """Why nothing more is taken in."""
         self._loop = asyncio.get_running_loop()
+        self._door = Door(bounds, self._loop.time, metrics.refused)
         self._lanes: dict[str, Lane[Reply]] = {}
         self._open: defaultdict[str, dict[RequestKey, int]] = defaultdict(dict)
         """Per gateway, the sequences of each request that have not ended."""
@@ -209,8 +214,8 @@ class Service:
             self._metering.submitted(work)
         if not isinstance(work, Encode) and self._tracing is not None and work.traceparent:
             self._traces[key] = work.traceparent
-        if self._leaving is not None:
-            self._refuse_all([(work.gateway, key)], self._leaving)
+        if (refusal := self._leaving or self._turned_away(work, key)) is not None:
+            self._refuse_all([(work.gateway, key)], refusal)
         elif isinstance(work, Submit):
             self._engine.submit(work)
         elif isinstance(work, SubmitText) and isinstance(self._engine, Teller):
@@ -222,10 +227,25 @@ class Service:
             refusal = UnsupportedError(f"This engine does not {what}.")
             self._refuse_all([(work.gateway, key)], refusal)
 
+    def _turned_away(self, work: Task, key: RequestKey) -> ForebayError | None:
+        """Why the request may not wait here. One that goes on with an answer always may."""
+        tokens = work.num_tokens
+        if isinstance(work, Submit) and any(start.emitted for start in work.starts):
+            self._door.force(key, work.team, tokens)
+            return None
+        try:
+            self._door.enter(key, work.team, tokens, work.queue_timeout_ms / 1000)
+        except ForebayError as refusal:
+            return refusal
+        return None
+
     def _refuse_all(self, requests: Sequence[tuple[str, RequestKey]], why: ForebayError) -> None:
         self._emitted.append(
             [
-                (gateway, Failed(*key, why.code, why.message, why.retryable))
+                (
+                    gateway,
+                    Failed(*key, why.code, why.message, why.retryable, None, why.retry_after_s),
+                )
                 for gateway, key in requests
             ]
         )
@@ -264,7 +284,9 @@ class Service:
                 packets[gateway].append(reply)
                 if metered:
                     self._metering.replied(reply)
-                if isinstance(reply, Done | Failed | Embedded):
+                if isinstance(reply, Started):
+                    self._door.leave((reply.request_id, reply.attempt), served=True)
+                elif isinstance(reply, Done | Failed | Embedded):
                     self._ended(gateway, reply)
         for gateway, replies in packets.items():
             self._lane(gateway).send(merge(replies) if steps > 1 else replies)
@@ -272,6 +294,7 @@ class Service:
     def _ended(self, gateway: str, reply: Done | Failed | Embedded) -> None:
         requests = self._open[gateway]
         key = (reply.request_id, reply.attempt)
+        self._door.leave(key, served=isinstance(reply, Embedded))
         left = requests.get(key, 0) - 1
         if self._traces:
             self._trace(key, reply, last=left <= 0)

@@ -65,6 +65,7 @@ _EXPOSED = ", ".join(
         "x-request-id",
         "request-id",
         "retry-after",
+        "retry-after-ms",
         "x-should-retry",
         *(
             f"x-ratelimit-{figure}-{what}"
@@ -148,6 +149,8 @@ class Edge:
         except Exception as error:
             if status != _CLIENT_CLOSED:
                 raise  # the answer has begun: the server closes the connection
+            if isinstance(error, OverloadedError):
+                telemetry.shed(error)
             await error_answer(error, scope)(scope, receive, send_out)
         finally:
             telemetry.open_requests.dec()

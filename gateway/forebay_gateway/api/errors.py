@@ -6,6 +6,7 @@ no route. What was unforeseen is logged here and told to nobody.
 
 import logging
 import math
+import random
 
 import msgspec
 from forebay_shared.errors import (
@@ -56,7 +57,12 @@ def error_headers(error: ForebayError) -> Headers:
     """The headers that go with an error, content type included."""
     headers: Headers = [(b"content-type", b"application/json")]
     if error.retryable:
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s or 1))))
+        seconds = error.retry_after_s or 1.0
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(seconds))))
+        # The SDKs of OpenAI and Anthropic take this one first, and to the letter up to a minute:
+        # who was refused together is not to come back together.
+        spread_ms = seconds * random.uniform(1000, 1500)
+        headers.append((b"retry-after-ms", b"%d" % max(seconds * 1000, min(spread_ms, 60_000))))
     else:
         headers.append((b"x-should-retry", b"false"))
     if error.status == 401:
