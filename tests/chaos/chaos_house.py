@@ -25,11 +25,16 @@ CLIENTS = 10
 TEAMS = ("red", "green", "blue")
 ECHO = ("--engine", "echo", "--echo-delay-ms", "10", "--echo-cache-blocks", "200")
 """A step of 10 ms: an answer takes a second, so that a fault finds it in its middle."""
-_DOCUMENT = {
-    "organisations": [
-        {"id": "acme", "teams": [{"id": team, "keys": [{"name": "app"}]} for team in TEAMS]}
-    ]
+NARROW = "narrow"
+"""A fourth team, that may have few requests open; a load asks for it by name."""
+NARROW_SLOTS = 4
+_TEAMS = [{"id": team, "keys": [{"name": "app"}]} for team in TEAMS]
+_NARROW = {
+    "id": NARROW,
+    "limits": {"concurrent_requests": NARROW_SLOTS},
+    "keys": [{"name": "app"}],
 }
+_DOCUMENT = {"organisations": [{"id": "acme", "teams": [*_TEAMS, _NARROW]}]}
 
 
 class House:
@@ -156,7 +161,7 @@ class House:
         self.fleet.close()
 
     def make_teams(self) -> None:
-        """Three teams with a key each, which every gateway knows. Also after Redis lost them."""
+        """Teams with a key each, which every gateway knows. Also after Redis lost them."""
         admin = AdminClient(self.gateways[0].base, Secret(ADMIN_KEY))
         tokens: dict[str, str] = {}
 
@@ -169,7 +174,9 @@ class House:
         for gateway in self.gateways:
             for token in tokens.values():
                 until(lambda g=gateway, t=token: _opens(g, t))
-        self.keys = list(tokens.values())
+        named = {label.removeprefix("key/").partition("/")[0]: t for label, t in tokens.items()}
+        self.narrow_key = named.pop(NARROW)
+        self.keys = list(named.values())
 
 
 def _opens(gateway: Gateway, token: str) -> bool:

@@ -151,7 +151,8 @@ class Load:
         for turn in range(len(self._bases)):
             base = self._bases[(draw + turn) % len(self._bases)]
             try:
-                outcome = await self._send(base, self._keys[draw % len(self._keys)], ask, began)
+                key = ask.key or self._keys[draw % len(self._keys)]
+                outcome = await self._send(base, key, ask, began)
             except aiohttp.ClientConnectorError:
                 continue
             except AssertionError as error:

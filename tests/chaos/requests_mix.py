@@ -36,13 +36,15 @@ _BEGINNINGS = [" ".join(_WORDS[at:] + _WORDS[:at]) * 6 for at in range(4)]
 @dataclass(frozen=True)
 class Ask:
     """One request. `texts` by index: what must come; None: not compared. `leave_after`: the client
-    goes away after so many events. `refused`: the status that is right."""
+    goes away after so many events. `refused`: the status that is right. `key`: instead of the
+    load's."""
 
     path: str
     body: Mapping[str, Any]
     texts: Mapping[int, str] | None = None
     leave_after: int | None = None
     refused: int | None = None
+    key: str = ""
 
     @property
     def streams(self) -> bool:

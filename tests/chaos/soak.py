@@ -118,9 +118,10 @@ class Soak:
     def _harm(self) -> None:
         """One fault, and the supervisor's answer to it."""
         kind = self._rng.choice(["kill", "kill", "leave", "stand still"])
-        elders = (self.house.workers[::2], self.house.gateways[:1])
-        others = (self.house.workers[1::2], self.house.gateways[1:])
-        victim = self._rng.choice(sum(elders if kind == "stand still" else others, []))
+        workers, gateways = self.house.workers, self.house.gateways
+        stands = kind == "stand still"
+        victims = [*workers[::2], *gateways[:1]] if stands else [*workers[1::2], *gateways[1:]]
+        victim = self._rng.choice(victims)
         role = "worker" if isinstance(victim, Worker) else "gateway"
         self.faults.append(f"{kind} {role}")
         if kind == "stand still":

@@ -1,19 +1,16 @@
 """Requests and messages that harm: too large, too many, unreadable, repeated, too late."""
 
 import random
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-import httpx
 import pytest
 from chaos_house import ECHO, House
 from dice import OFFSETS, Moments
-from fleet_house import Gateway
 from redis_house import RedisServer, redis_running
 from requests_mix import COMPLETIONS, Ask, echo_stream
 from serve_house import until
+from vigil import vigil
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -40,37 +37,12 @@ def test_13_five_megabytes_of_text_do_not_stop_the_others(
 ) -> None:
     """Health answers meanwhile; 0.1 s on a quiet machine, and never as long as the text takes."""
     for moment in moments(20, 200):
-        with house.trial(rng) as load, _watched(house.gateways) as slowest:
+        with house.trial(rng) as load, vigil(house.gateways) as slowest:
             load.flow(moment)
             body = {"model": "echo", "prompt": "word " * 1_000_000, "max_tokens": 5}
             load.start([Ask(COMPLETIONS, body, refused=400)] * 2)
             load.flow(300)
         assert max(slowest) < 2.0
-
-
-class _watched:  # noqa: N801 - reads as a phrase
-    """Asks the gateways for their health all the time; gives how long each answer took, in s."""
-
-    def __init__(self, gateways: list[Gateway]) -> None:
-        self._gateways = gateways
-        self._over = threading.Event()
-        self._seconds: list[float] = []
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> list[float]:
-        self._thread.start()
-        return self._seconds
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.02):
-            for gateway in self._gateways:
-                began = time.monotonic()
-                assert httpx.get(gateway.base + "/health", timeout=30).status_code == 200
-                self._seconds.append(time.monotonic() - began)
 
 
 def test_24_messages_that_cannot_be_read_end_nobody(

@@ -1,0 +1,61 @@
+"""More than the fleet can do, and one team that wants it all: refused at once with a hint, and
+whoever was taken in is served as if nothing were."""
+
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from chaos_house import ECHO, NARROW_SLOTS, House
+from dice import OFFSETS, Moments
+from redis_house import redis_running
+from requests_mix import echo_stream
+from vigil import vigil
+
+pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+
+SEATS, QUEUE = 8, 16
+
+
+@pytest.fixture
+def tight() -> Iterator[House]:
+    """Workers that run and queue few sequences."""
+    flags = (*ECHO, "--max-num-seqs", str(SEATS), "--max-num-queued-reqs", str(QUEUE))
+    with redis_running() as redis:
+        house = House(redis, (flags, flags))
+        try:
+            yield house
+        finally:
+            house.close()
+
+
+def test_30_twenty_times_the_capacity_at_once(tight: House, rng: random.Random) -> None:
+    """Health stays green, and a refusal is sooner than an answer."""
+    for _ in range(OFFSETS):
+        ends = ("ok", "refused")
+        with (
+            tight.trial(rng, ends=ends, statuses=(429, 503), clients=0) as load,
+            vigil(tight.gateways) as slowest,
+        ):
+            load.start([echo_stream(rng, 100) for _ in range(2 * SEATS * 20)])
+            load.finish()
+        assert load.ends["ok"] >= 2 * SEATS, load.ends
+        assert load.ends["refused"] >= 2 * SEATS * 20 - 4 * (SEATS + QUEUE), load.ends
+        waits = {end: [one.seconds for one in load.outcomes if one.end == end] for end in ends}
+        assert statistics.median(waits["refused"]) < statistics.median(waits["ok"])
+        assert max(slowest) < 2.0
+
+
+def test_31_one_team_floods_and_the_others_notice_nothing(
+    house: House, rng: random.Random, moments: Moments
+) -> None:
+    for moment in moments(20, 400):
+        ends = ("ok", "refused")
+        with house.trial(rng, ends=ends, statuses=(429,)) as load:
+            load.flow(moment)
+            load.start([replace(echo_stream(rng, 60), key=house.narrow_key) for _ in range(60)])
+            load.flow(200)
+        flood = [one for one in load.outcomes if one.ask.key]
+        assert sum(one.end == "ok" for one in flood) >= NARROW_SLOTS
+        assert all(one.ask.key for one in load.outcomes if one.status == 429)
