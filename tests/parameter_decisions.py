@@ -34,6 +34,7 @@ def ignored(value: object, why: str, where: Where = "both") -> Decision:
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 USER = [{"role": "user", "content": "What is the capital of France?"}]
+ANY = {"a": 1}
 DECISIONS = {
     "add_generation_prompt": honoured(False, "yes", "chat"),
     "add_special_tokens": honoured(False, "no"),
@@ -44,7 +45,10 @@ DECISIONS = {
     "cache_salt": honoured("mine", ""),
     "chat_template": refused("{{ messages }}", None, "chat"),
     "chat_template_kwargs": honoured({"enable_thinking": False}, {"a": [1]}, "chat"),
+    "container": refused("x"),
+    "context_management": refused(ANY),
     "continue_final_message": honoured(False, 1, "chat"),
+    "conversation": refused("x"),
     "custom_logit_processor": refused("x"),
     "custom_params": refused({}),
     "documents": honoured([{"text": "a fox"}], [1], "chat"),
@@ -66,7 +70,9 @@ DECISIONS = {
     "images_config": refused({}),
     "include_reasoning": honoured(False, "no", "chat"),
     "include_stop_str_in_output": honoured(True, 1),
+    "input": refused("hi"),
     "input_ids": refused([1]),
+    "instructions": refused("x"),
     "json_schema": refused("{}"),
     "kv_transfer_params": refused({}),
     "length_penalty": refused(2, 1),
@@ -75,7 +81,10 @@ DECISIONS = {
     "logprobs": honoured(True, "x", "chat"),
     "lora_path": refused("x"),
     "max_completion_tokens": honoured(3, 0, "chat"),
+    "max_output_tokens": refused(5),
     "max_tokens": honoured(3, -1),
+    "max_tool_calls": refused(1),
+    "mcp_servers": refused(["x"]),
     "media_io_kwargs": refused({}),
     "messages": honoured(USER, [], "chat"),
     "min_p": honoured(0.1, 2),
@@ -87,12 +96,16 @@ DECISIONS = {
     "moderation": refused({}),
     "n": honoured(2, 0),
     "no_stop_trim": refused(True, False),
+    "output_config": refused(ANY),
+    "output_format": refused(ANY),
     "parallel_tool_calls": honoured(False, 1, "chat"),
     "presence_penalty": honoured(0.5, -3),
+    "previous_response_id": refused("x"),
     "priority": honoured(-1, "x"),
     "prompt": honoured("The", 1, "text"),
     "prompt_embeds": refused("AAAA"),
     "prompt_logprobs": honoured(2, 21),
+    "reasoning": refused(ANY),
     "reasoning_effort": honoured("low", "much", "chat"),
     "regex": refused("a"),
     "repetition_detection": refused({}),
@@ -120,14 +133,17 @@ DECISIONS = {
     "spaces_between_special_tokens": ignored(False, "no tokenizer here puts any between them"),
     "stop": honoured(["x"], [1]),
     "stop_regex": refused("a"),
+    "stop_sequences": refused(["x"]),
     "stop_token_ids": honoured([40], [-1]),
     "stream": honoured(False, 1),
     "stream_options": honoured(None, {"include_usage": True}),
     "stream_reasoning": refused(False, True),
     "structured_outputs": honoured({"regex": "ab"}, {}),
     "suffix": refused("x", ""),
+    "system": refused("x"),
     "task": refused("x"),
     "temperature": honoured(0, 3),
+    "text": refused(ANY),
     "thinking": refused({"type": "enabled"}),
     "thinking_token_budget": refused(5, -1),
     "tool_choice": honoured("none", "sometimes", "chat"),
@@ -160,3 +176,7 @@ DECISIONS = {
     "stream_interval": ignored(4, "what is ready goes out, in one write"),
     "user": ignored("u", "teams and keys say who asks"),
 }
+NOT_OF_TEXTS = {
+    name for name, each in DECISIONS.items() if each.where == "chat" and name != "logprobs"
+}
+"""What only chats have is refused where a text is asked for; its `logprobs` is a number."""

@@ -19,7 +19,7 @@ from forebay_gateway.api.responses.schema import ResponsesRequest
 from forebay_gateway.api.tokens import DetokenizeRequest, TokenizeRequest
 from forebay_shared.telemetry import EngineMetrics
 from gateway_fakes import MODEL
-from parameter_decisions import DECISIONS
+from parameter_decisions import DECISIONS, NOT_OF_TEXTS
 from prometheus_client import CollectorRegistry, generate_latest
 from redis_house import RedisServer
 from responses_house import TALKING_TEMPLATE, responding
@@ -317,7 +317,9 @@ def test_chat_and_completions_are_as_decided(
         if decision.where in (where, "both")
     }
     if where == "text":
-        decided["logprobs"] = "honoured"
+        decided |= {"logprobs": "honoured"} | dict.fromkeys(NOT_OF_TEXTS, "refused")
+    else:
+        decided["prompt"] = "refused"
     assert said == decided
     assert set(struct.__struct_fields__) <= said.keys()
 

@@ -9,7 +9,7 @@ import json
 import pytest
 from forebay_gateway.api.openai.refused import Refused
 from forebay_gateway.api.openai.schema import ChatRequest, CompletionRequest
-from parameter_decisions import DECISIONS, Decision
+from parameter_decisions import DECISIONS, NOT_OF_TEXTS, Decision
 from tiny_house import MAX_LEN, VOCAB, Tiny, mean
 
 FIELDS = {"chat": ChatRequest.__struct_fields__, "text": CompletionRequest.__struct_fields__}
@@ -49,6 +49,25 @@ def test_a_parameter_is_honoured_refused_or_ignored_as_decided(
 
 
 NEEDED = {"messages", "prompt", "model"}
+
+
+@pytest.mark.parametrize("name", sorted(NOT_OF_TEXTS))
+def test_what_only_a_chat_has_is_refused_for_a_text(tiny: Tiny, name: str) -> None:
+    for value in (DECISIONS[name].wrong or 5, "x", {"a": 1}):
+        answer = tiny.complete(**{name: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert tiny.complete(**{name: None}).status_code == 200
+
+
+def test_what_only_a_text_has_is_refused_for_a_chat(tiny: Tiny) -> None:
+    answer = tiny.chat(prompt="The")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_what_asks_for_nothing_is_fine(tiny: Tiny) -> None:
+    asks = {"tool_choice": "none", "tools": [], "modalities": ["text"], "chat_template_kwargs": {}}
+    assert tiny.complete(**asks).status_code == 200
+    assert tiny.complete(tool_choice="auto").status_code == 400
 
 
 def choice(answer) -> dict:

@@ -81,14 +81,40 @@ class Refused(Foreign, frozen=True, kw_only=True):
     thinking: object = None
 
 
+class Borrowed(Refused, frozen=True, kw_only=True):
+    """Beside these, fields of responses and of Anthropic's messages, sent where a chat or a text is
+    asked for: an instruction or a limit that is dropped would go unnoticed."""
+
+    container: object = None
+    context_management: object = None
+    conversation: object = None
+    input: object = None
+    instructions: object = None
+    max_output_tokens: object = None
+    max_tool_calls: object = None
+    mcp_servers: object = None
+    output_config: object = None
+    output_format: object = None
+    previous_response_id: object = None
+    reasoning: object = None
+    stop_sequences: object = None
+    system: object = None
+    text: object = None
+
+
 HARMLESS: dict[str, object] = {
+    "best_of": 1,
+    "echo": False,
     "length_penalty": 1.0,
+    "modalities": ["text"],
+    "n": 1,
     "separate_reasoning": True,
     "stream_reasoning": True,
     "suffix": "",
     "thinking_token_budget": -1,
+    "tool_choice": "none",
 }
-"""Values that ask for what happens anyway. A flag that is not here may be false."""
+"""Values that ask for what happens anyway. A flag of `Foreign` that is not here may be false."""
 
 _HINTS = {
     **{name: f"; use {new}" for name, new in REMOVED.items()},
@@ -116,21 +142,25 @@ def refuse(request: Foreign) -> None:
     if found == (None,) * len(names):
         return
     for name, value in zip(names, found, strict=True):
-        harmless = HARMLESS.get(name, False)
-        if value is not None and not (value == harmless and type(value) is type(harmless)):
+        if value is not None and not _equal(value, HARMLESS.get(name, False)):
             hint = _HINTS.get(name, "")
             raise UnsupportedError(f"{name} is not supported{hint}.", param=name)
 
 
-def own_fields(kind: type[Foreign]) -> tuple[str, ...]:
-    """The fields that a dialect refuses beside those of every dialect."""
-    return tuple(name for name in kind.__struct_fields__ if name not in Refused.__struct_fields__)
+def own_fields(kind: type[Foreign], base: type[Foreign] = Refused) -> tuple[str, ...]:
+    """The fields that a dialect refuses beside those of its base: of every dialect unless told."""
+    return tuple(name for name in kind.__struct_fields__ if name not in base.__struct_fields__)
 
 
 def refuse_own(request: Foreign, names: Sequence[str], hints: Mapping[str, str]) -> None:
     """Raises UnsupportedError that names the first of a dialect's own that is there, and says what
     to use instead."""
     for name in names:
-        if getattr(request, name) not in (None, [], {}):
+        value = getattr(request, name)
+        if value not in (None, [], {}) and not _equal(value, HARMLESS.get(name)):
             hint = hints.get(name, "")
             raise UnsupportedError(f"{name} is not supported here{hint}.", param=name)
+
+
+def _equal(value: object, harmless: object) -> bool:
+    return value == harmless and type(value) is type(harmless)

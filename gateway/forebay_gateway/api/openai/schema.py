@@ -13,7 +13,7 @@ from forebay_shared.sampling import MAX_LOGPROBS, MAX_N
 from msgspec import Meta
 
 from forebay_gateway.api.decoding import decode
-from forebay_gateway.api.openai.refused import Refused, refuse
+from forebay_gateway.api.openai.refused import Borrowed, own_fields, refuse, refuse_own
 from forebay_gateway.api.openai.structured import ResponseFormat, StructuredOutputs
 from forebay_gateway.api.openai.tools import (
     FunctionDefinition,
@@ -35,7 +35,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Refused, frozen=True, kw_only=True):
+class GenerationRequest(Borrowed, frozen=True, kw_only=True):
     """What chat and text completions have in common."""
 
     model: str
@@ -126,14 +126,69 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     functions: list[FunctionDefinition] | None = None
     function_call: str | NamedFunction | None = None
     modalities: list[str] | None = None
+    prompt: object = None
+    """Refused: a chat's is `messages`."""
 
 
-class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+class _NoChat(GenerationRequest, frozen=True, kw_only=True):
+    """What only chats have: null or refused."""
+
+    add_generation_prompt: object = None
+    chat_template: object = None
+    chat_template_kwargs: object = None
+    continue_final_message: object = None
+    documents: object = None
+    enable_thinking: object = None
+    function_call: object = None
+    functions: object = None
+    include_reasoning: object = None
+    max_completion_tokens: object = None
+    messages: object = None
+    modalities: object = None
+    parallel_tool_calls: object = None
+    reasoning_effort: object = None
+    tool_choice: object = None
+    tools: object = None
+    top_logprobs: object = None
+    verbosity: object = None
+
+
+class CompletionRequest(_NoChat, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=_MAX_INT32)] | None = None
     prompt: str | list[str | int | list[TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
+
+_BORROWED = own_fields(Borrowed)
+NOT_OF_CHATS = (*_BORROWED, "prompt")
+NOT_OF_TEXTS = (*_BORROWED, *own_fields(_NoChat, GenerationRequest))
+_HINTS = {
+    "input": "; use messages",
+    "instructions": "; use a message of the role system",
+    "max_output_tokens": "; use max_completion_tokens",
+    "output_config": "; use reasoning_effort and response_format",
+    "output_format": "; use response_format",
+    "prompt": "; use messages",
+    "reasoning": "; use reasoning_effort",
+    "stop_sequences": "; use stop",
+    "system": "; use a message of the role system",
+    "text": "; use response_format and verbosity",
+}
+_TEXT_HINTS = {
+    "chat_template": "; use /v1/chat/completions",
+    "function_call": "; use /v1/chat/completions",
+    "functions": "; use /v1/chat/completions",
+    "input": "; use prompt",
+    "max_completion_tokens": "; use max_tokens",
+    "max_output_tokens": "; use max_tokens",
+    "messages": "; use prompt, or /v1/chat/completions",
+    "output_format": "; use response_format",
+    "stop_sequences": "; use stop",
+    "tool_choice": "; use /v1/chat/completions",
+    "tools": "; use /v1/chat/completions",
+    "top_logprobs": "; use logprobs",
+}
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -143,6 +198,7 @@ def decode_chat(body: bytes | bytearray) -> ChatRequest:
     """Raises InvalidRequestError that names the first bad field."""
     request = decode(_chat_decoder, body)
     _check(request)
+    refuse_own(request, NOT_OF_CHATS, _HINTS)
     if request.echo:
         raise UnsupportedError("echo is not supported in chats.", param="echo")
     if request.best_of is not None and request.best_of > (request.n or 1):
@@ -161,6 +217,7 @@ def decode_completion(body: bytes | bytearray) -> CompletionRequest:
     """Raises InvalidRequestError that names the first bad field."""
     request = decode(_completion_decoder, body)
     _check(request)
+    refuse_own(request, NOT_OF_TEXTS, _TEXT_HINTS)
     return request
 
 

@@ -18,6 +18,12 @@ from forebay_gateway.api.dialects import speaks_anthropic
 from forebay_gateway.api.errors import Envelope
 from forebay_gateway.api.openai.embeddings import Unsupported as RefusedInEmbeddings
 from forebay_gateway.api.openai.refused import Refused as RefusedInChats
+from forebay_gateway.api.openai.schema import (
+    NOT_OF_CHATS,
+    NOT_OF_TEXTS,
+    ChatRequest,
+    CompletionRequest,
+)
 from forebay_gateway.api.openai.scoring import Unsupported as RefusedInScores
 from forebay_gateway.api.openapi.operations import OPERATIONS, Operation
 from forebay_gateway.api.respond import Answer
@@ -32,6 +38,10 @@ _REFUSED = (
     RefusedInEmbeddings,
     RefusedInScores,
 )
+_REFUSED_BESIDE: dict[type, tuple[str, ...]] = {
+    ChatRequest: NOT_OF_CHATS,
+    CompletionRequest: NOT_OF_TEXTS,
+}
 _PACKAGE = b"forebay_gateway.api."
 """Structs of one name are told apart by their modules, which need not say where they all are."""
 _ERRORS = {"openai": Envelope, "anthropic": AnthropicEnvelope}
@@ -86,13 +96,9 @@ def _anything(type_: type) -> Schema:
 
 def _leave_out_refused(type_: type, reference: Schema, components: Schema) -> None:
     schema = components[reference["$ref"].rpartition("/")[2]]
-    names = {
-        name
-        for refused in _REFUSED
-        if issubclass(type_, refused)
-        for name in refused.__struct_fields__
-        if name in schema["properties"]
-    }
+    refused = set(_REFUSED_BESIDE.get(type_, ()))
+    refused.update(*(each.__struct_fields__ for each in _REFUSED if issubclass(type_, each)))
+    names = refused & schema["properties"].keys()
     for name in names:
         del schema["properties"][name]
     if names:
