@@ -199,9 +199,11 @@ def tiny_flags(model: Path, pool_bytes: int = 4_000_000) -> tuple[str, ...]:
 
 
 def tiny_house(redis: RedisServer, worker: tuple[str, ...], **variables: str) -> House:
-    """Two such workers; what is right is learned before any harm."""
+    """Two such workers, which count all their blocks again whenever they rest; what is right is
+    learned before any harm."""
     mix = TinyMix("tiny")
-    house = House(redis, (worker, worker), mix, TEST_PACE_S="0.01", **variables)
+    counting = {"FOREBAY_LOG_LEVEL": "debug", "TEST_PACE_S": "0.01"}
+    house = House(redis, (worker, worker), mix, **counting | variables)
     try:
         learn(house, mix)
     except BaseException:
