@@ -37,8 +37,19 @@ class Link:
 
     near: str
     far: str
-    device: str
-    """Its end on the far host, which a cut takes down."""
+    end: tuple[str, str]
+    """The far host's namespace and device, which a cut takes down."""
+
+    def cut(self) -> None:
+        """Neither side reaches the other, and neither is told."""
+        self._set("down")
+
+    def heal(self) -> None:
+        self._set("up")
+
+    def _set(self, state: str) -> None:
+        namespace, device = self.end
+        _ip("-n", namespace, "link", "set", device, state)
 
 
 class Hosts:
@@ -49,6 +60,7 @@ class Hosts:
         self._number = 0
         self.links: dict[str, Link] = {}
         self.doors: dict[str, Link] = {}
+        """To Redis; to the clients."""
 
     def __enter__(self) -> "Hosts":
         for name in (REDIS, *self._names):
@@ -62,13 +74,6 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         for name in (REDIS, *self._names):
             subprocess.run(["ip", "netns", "del", _name(name)], capture_output=True)
-
-    def cut(self, name: str) -> None:
-        """The host no longer reaches Redis, nor Redis it."""
-        _ip("-n", _name(name), "link", "set", self.links[name].device, "down")
-
-    def heal(self, name: str) -> None:
-        _ip("-n", _name(name), "link", "set", self.links[name].device, "up")
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
@@ -92,7 +97,7 @@ class Hosts:
         _ip(*outside, "link", "set", here, "up")
         _ip("-n", _name(name), "addr", "add", f"{net}.2/30", "dev", there)
         _ip("-n", _name(name), "link", "set", there, "up")
-        return Link(f"{net}.1", f"{net}.2", there)
+        return Link(f"{net}.1", f"{net}.2", (_name(name), there))
 
 
 def _name(host: str) -> str:

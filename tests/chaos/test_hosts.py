@@ -1,4 +1,4 @@
-"""Row 34, several hosts: gateways and workers with addresses of their own, links cut and healed.
+"""Several hosts: gateways and workers with addresses of their own, links cut and healed.
 
 Two gateways, two workers and Redis, each in a network namespace of its own.
 """
@@ -17,7 +17,9 @@ from chaos_house import ECHO, House
 from dice import Moments
 from fleet_house import Gateway, Worker
 from hosts import REDIS, Hosts, missing
+from load import Load
 from redis_house import RedisServer, redis_running
+from requests_mix import COMPLETIONS, Ask, echo_mix
 from serve_house import until
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
@@ -80,8 +82,8 @@ def apart(hosts: Hosts, far_redis: RedisServer) -> Iterator[Apart]:
     try:
         yield house
     finally:
-        for host in HOSTS:
-            hosts.heal(host)
+        for link in (*hosts.links.values(), *hosts.doors.values()):
+            link.heal()
         house.close()
         far_redis.client.flushall()
 
@@ -96,10 +98,10 @@ def test_34_links_that_are_cut_and_healed(
             with apart.trial(rng) as load:
                 load.flow(moment)
                 lost = f"worker-{rng.randrange(2)}"
-                apart.hosts.cut(lost)
+                apart.hosts.links[lost].cut()
                 until(lambda: apart.metric("forebay_workers") < 4, 20)
                 load.flow(200)
-                apart.hosts.heal(lost)
+                apart.hosts.links[lost].heal()
                 until(lambda: apart.metric("forebay_workers") == 4, 60)
                 load.flow(100)
 
@@ -114,11 +116,11 @@ def test_34_a_gateway_that_is_cut_off_from_redis(
             load.flow(moment)
             number = rng.randrange(2)
             lost, other = apart.gateways[number], apart.gateways[1 - number]
-            apart.hosts.cut(f"gateway-{number}")
+            apart.hosts.links[f"gateway-{number}"].cut()
             assert httpx.get(lost.base + "/health", timeout=10).status_code == 200
             time.sleep(rng.uniform(0, 4))  # the outage itself
             assert other.ready
-            apart.hosts.heal(f"gateway-{number}")
+            apart.hosts.links[f"gateway-{number}"].heal()
             until(lambda lost=lost: lost.ready, 60)
             load.flow(100)
         assert load.ends["ok"] > 5
@@ -142,3 +144,18 @@ def test_34_slow_links_make_answers_slow_and_nothing_else(
             load.flow(200)
         answered = [one for one in load.outcomes if one.end == "ok" and one.ask.streams]
         assert min(one.seconds for one in answered) > 2 * DELAY_S
+
+
+def test_29_clients_whose_cable_is_pulled(apart: Apart, rng: random.Random) -> None:
+    """No packet says that they are gone: the kernel finds it within a minute, as what was sent to
+    them is not taken."""
+    gateway, door = apart.gateways[1], apart.hosts.doors["gateway-1"]
+    body = {"model": "echo", "prompt": "abc", "max_tokens": 30_000, "stream": True}
+    with Load([gateway.base], apart.keys, echo_mix, rng, 0) as load:
+        load.start([Ask(COMPLETIONS, body)] * 4)
+        until(lambda: apart.metric("vllm:num_requests_running") == 4)
+        door.cut()
+        until(lambda: apart.metric("vllm:num_requests_running") == 0, 80)
+        door.heal()
+    load.only("cut")
+    apart.balance.check(load)

@@ -3,14 +3,21 @@ whoever was taken in is served as if nothing were."""
 
 import random
 import statistics
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import httpx2
+import openai
 import pytest
 from chaos_house import ECHO, NARROW_SLOTS, House
 from dice import OFFSETS, Moments
+from fleet_house import KEY
 from redis_house import redis_running
 from requests_mix import echo_stream
+from serve_house import FAILURES, until
 from vigil import vigil
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
@@ -59,3 +66,53 @@ def test_31_one_team_floods_and_the_others_notice_nothing(
         flood = [one for one in load.outcomes if one.ask.key]
         assert sum(one.end == "ok" for one in flood) >= NARROW_SLOTS
         assert all(one.ask.key for one in load.outcomes if one.status == 429)
+
+
+class _Counting(httpx2.HTTPTransport):
+    """Notes which attempt of a call each request is, as the SDK says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.most = max(self.most, 1 + int(request.headers["x-stainless-retry-count"]))
+        return super().handle_request(request)
+
+
+def test_36_clients_that_try_again_by_themselves(
+    house: House, rng: random.Random, moments: Moments
+) -> None:
+    """The SDK's own retries against an outage of Redis: three attempts at most, and all is as
+    before soon after it."""
+    for moment in moments(20, 300):
+        over, back, answered = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+        def client(base: str, over=over, back=back, answered=answered) -> int:
+            transport = _Counting()
+            http = openai.DefaultHttpxClient(transport=transport)
+            url = base + "/v1"
+            with openai.OpenAI(base_url=url, api_key=KEY, http_client=http, timeout=30) as sdk:
+                while not over.is_set():
+                    late = back.is_set()
+                    try:
+                        sdk.completions.create(model="echo", prompt="again", max_tokens=20)
+                    except FAILURES:
+                        continue
+                    if late:
+                        answered.release()
+            return transport.most
+
+        ends = ("ok", "refused", "broken")
+        with house.trial(rng, ends=ends, clients=4) as load, ThreadPoolExecutor(20) as pool:
+            clients = [pool.submit(client, rng.choice(house.bases)) for _ in range(20)]
+            try:
+                load.flow(moment)
+                house.redis.kill()
+                time.sleep(rng.uniform(2, 5))  # the outage itself
+                house.redis.start()
+                back.set()
+                until(lambda answered=answered: answered._value >= 100, 30)
+            finally:
+                over.set()
+            assert max(one.result() for one in clients) <= 3
