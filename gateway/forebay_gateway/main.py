@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import uvicorn
 import uvloop
 from forebay_shared import collector
 from forebay_shared.logs import configure_logging
@@ -20,13 +19,22 @@ from forebay_shared.tracing import opened
 
 from forebay_gateway.app import create_app
 from forebay_gateway.backend import Backend, connect
-from forebay_gateway.server import Protocol, Server
+from forebay_gateway.server import Config, Protocol, Server
 
 if TYPE_CHECKING:
     from forebay_shared.tracing.spans import Tracing
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+SEND_BUFFER = 131_072
+"""Bytes, which Linux doubles: else the kernel takes up to 4 MB from us for one slow client."""
+_PROBES = {
+    "TCP_KEEPIDLE": 30,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 60_000,
+}
+"""Seconds of silence, then of each probe, how many; milliseconds for what was sent to be taken."""
 OPEN_S = 2.0
 """A socket that others hand on has clients already: so long they wait, rather than get a 503."""
 
@@ -41,7 +49,7 @@ def run(settings: GatewaySettings) -> int:
     server_log.setLevel(logging.ERROR)  # anybody can make it warn, once per bad request
     server_log.addFilter(_is_news)
     try:
-        listener = _listen(settings)
+        listener = listen(settings)
     except OSError as error:
         reason = error.strerror or "no such address"
         where = f"{settings.host}:{settings.port}" if settings.fd < 0 else f"fd {settings.fd}"
@@ -57,14 +65,28 @@ def run(settings: GatewaySettings) -> int:
         return 130
 
 
-def _listen(settings: GatewaySettings) -> socket.socket:
+def listen(settings: GatewaySettings) -> socket.socket:
     """The inherited socket, or one of our own. Raises OSError."""
     if settings.fd >= 0:
-        return socket.socket(fileno=settings.fd)
-    family, *_, address = socket.getaddrinfo(
-        settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    return socket.create_server(address, family=family, backlog=BACKLOG)
+        listener = socket.socket(fileno=settings.fd)
+    else:
+        family, *_, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.create_server(address, family=family, backlog=BACKLOG)
+    if listener.family != socket.AF_UNIX:
+        _watch_peers(listener)
+    return listener
+
+
+def _watch_peers(listener: socket.socket) -> None:
+    """What its connections inherit: a peer that is gone without a word is found within a minute,
+    and one that does not read holds little of the kernel's memory."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):  # not every kernel has all of them
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def _serve(
@@ -75,7 +97,7 @@ async def _serve(
         app = create_app(
             settings, backend, lambda: server is not None and server.draining, tracing=tracing
         )
-        server = Server(server_config(app, settings))
+        server = Server(server_config(app, settings, backend.telemetry.slow_clients.inc))
         collector.calm()
         await backend.opened(OPEN_S)
         return await _until_failure(server, listener, backend)
@@ -98,10 +120,14 @@ async def _until_failure(server: Server, listener: socket.socket, backend: Backe
     return 0
 
 
-def server_config(app: Callable[..., object], settings: GatewaySettings) -> uvicorn.Config:
+def server_config(
+    app: Callable[..., object], settings: GatewaySettings, stalled: Callable[[], None]
+) -> Config:
     """uvicorn's settings: no lifespan, no WebSockets, no access log, no proxy headers."""
-    return uvicorn.Config(
+    return Config(
         app,
+        stall_timeout_s=settings.slow_client_timeout_s,
+        stalled=stalled,
         http=Protocol,
         ws="none",
         lifespan="off",

@@ -7,9 +7,10 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import httptools
 import uvicorn
@@ -32,10 +33,28 @@ MAX_HEADER_BYTES = 32_768
 MAX_HEADERS = 128
 HEAD_TIMEOUT_S = 15.0
 """A client that has not sent a whole head by then is cut off."""
-STALL_TIMEOUT_S = 60.0
-"""A client that reads so little for so long that 48 KiB do not drain is cut off."""
 LAME_DUCK_S = 1.0
 """After SIGTERM new connections are served for so long, until balancers saw /ready fail."""
+
+
+class Config(uvicorn.Config):
+    """uvicorn's, and what a connection does with a client that does not read.
+
+    `stall_timeout_s`: one that reads so little for so long that 48 KiB do not drain is cut off,
+    and `stalled` is told.
+    """
+
+    def __init__(
+        self,
+        app: Callable[..., Any],
+        *,
+        stall_timeout_s: float,
+        stalled: Callable[[], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(app, **options)
+        self.stall_timeout_s = stall_timeout_s
+        self.stalled = stalled
 
 
 class Protocol(HttpToolsProtocol):
@@ -78,7 +97,13 @@ class Protocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall_timer = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
+        assert isinstance(self.config, Config)
+        self._stall_timer = self.loop.call_later(self.config.stall_timeout_s, self._cut_off)
+
+    def _cut_off(self) -> None:
+        assert isinstance(self.config, Config)
+        self.config.stalled()
+        self.transport.abort()
 
     def resume_writing(self) -> None:
         self._stop_stall_timer()

@@ -128,6 +128,7 @@ _HTTP = (
     "max_body_bytes",
     "max_concurrent_requests",
     "queue_timeout_s",
+    "slow_client_timeout_s",
     "protect_metrics",
     "allowed_origins",
     "admin_key",

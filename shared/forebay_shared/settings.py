@@ -72,6 +72,9 @@ class GatewaySettings:
         float,
         Meta(gt=0, description="longest wait for a first step in a worker, in seconds"),
     ] = 120.0
+    slow_client_timeout_s: Annotated[
+        float, Meta(gt=0, description="a client that does not read for so long is cut off")
+    ] = 30.0
     prefix_index_bytes: Annotated[
         int, Meta(ge=0, description="memory for what the workers' prefix caches hold, in bytes")
     ] = 268_435_456

@@ -314,6 +314,9 @@ class GatewayMetrics:
         self.streams_lost = Counter(
             "forebay_streams_lost", "Redis streams found gone or rolled back.", registry=registry
         )
+        self.slow_clients = Counter(
+            "forebay_slow_clients", "Clients cut off since they did not read.", registry=registry
+        )
         self.cancelled = Counter(
             "forebay_cancelled", "Jobs left before their end.", registry=registry
         )

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from forebay_gateway.main import SEND_BUFFER, listen
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import ANSWER, MODEL, Api, Play, exchange, request_bytes, running_api, wait_until
 from transcripts import check_answer, check_error, check_stream
@@ -114,7 +115,7 @@ def test_a_connection_that_asks_nothing_more_is_closed(
 
 
 def test_a_client_that_stops_reading_is_cut_off(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay_gateway.server.STALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(api.server.config, "stall_timeout_s", 0.3)
     api.backend.script = lambda job, index: Play(api.backend.answer * 500)
     host, port = api.url.removeprefix("http://").split(":")
     with socket.socket() as connection:
@@ -122,3 +123,20 @@ def test_a_client_that_stops_reading_is_cut_off(api: Api, monkeypatch: pytest.Mo
         connection.connect((host, int(port)))
         connection.sendall(chat_bytes(stream=True, n=128, max_tokens=500))  # 13 MB of events
         wait_until(lambda: len(api.backend.cancelled) == 1, "its work is cancelled")
+    assert api.backend.telemetry.registry.get_sample_value("forebay_slow_clients_total") == 1
+
+
+def test_connections_are_probed_and_hold_little_of_the_kernels_memory() -> None:
+    listener = listen(GatewaySettings(port=0))
+    with listener, socket.create_connection(listener.getsockname()) as client:
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * SEND_BUFFER
+            probes = [
+                accepted.getsockopt(socket.IPPROTO_TCP, name)
+                for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            ]
+            assert probes[0] + probes[1] * probes[2] == 60
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+        assert client.recv(1) == b""
