@@ -10,7 +10,7 @@ from forebay_gateway.teams import keymaker
 from forebay_gateway.teams.access import Gatekeeper
 from forebay_gateway.teams.checks import parse
 from forebay_gateway.teams.directory import Directory, encode
-from forebay_gateway.teams.records import Entry, Key, Organisation, Team, place_of
+from forebay_gateway.teams.records import Entry, Key, Organisation, Team, User, place_of
 from forebay_gateway.teams.secrets import split
 from forebay_gateway.teams.store import Change
 from forebay_gateway.teams.sync import POLL_S, DirectorySync
@@ -134,6 +134,7 @@ def test_a_users_role_bounds_its_keys_and_teams_have_salts_of_their_own() -> Non
         ("key", {"id": "a", "team": "t", "networks": ["10.0.0.1/8"]}, r"x.networks\[0\]"),
         ("key", {"id": "a", "team": "t", "routes": ["chat"]}, r"x.routes\[0\]"),
         ("key", {"id": "a", "role": "admin"}, "x.team"),
+        ("key", {"id": "a", "team": "t", "organisation": "o"}, "x.organisation"),
         ("alias", {"id": "a", "targets": []}, "x.targets"),
         ("alias", {"id": "a", "targets": [{"model": "m", "weight": 0}]}, "x.targets"),
         ("alias", {"id": "a", "targets": [{"model": "m"}], "deprecated": "soon"}, "x.deprecated"),
@@ -237,6 +238,22 @@ async def test_records_are_written_together_and_only_at_the_expected_revision(
         await write(backend, [one])
         with pytest.raises(ConflictError, match="named 'ci'"):
             await write(backend, [two])
+
+
+async def test_a_key_counts_for_a_user_of_its_own_team_alone(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    async with gateways(redis_server.url, 1, wait_until) as [one]:
+        await write(one, BASICS)
+        foreign, _ = key_of("blue", user="ann")
+        with pytest.raises(ConflictError, match="user/ann to be of its team, blue"):
+            await write(one, [foreign])
+        own, _ = key_of("red", user="ann")
+        await write(one, [own])
+        moved = User(id="ann", team="blue")
+        with pytest.raises(ConflictError, match="to be of its team, red"):
+            await write(one, [moved])
+        await write(one, [moved, replace(own, team="blue")])  # together they may go
 
 
 async def test_unknown_keys_are_neither_remembered_nor_asked_for(

@@ -84,6 +84,13 @@ class House:
             [*command, *where, *words], capture_output=True, text=True, timeout=60, check=False
         )
 
+    def secrets(self) -> list[str]:
+        """Of each token, the part that nobody may see: a key's secret, a JWT's signature."""
+        return [
+            token.split("-")[3] if token.startswith("sk-fb-") else token.split(".")[2]
+            for token in self.tokens.values()
+        ]
+
     def client(self, name: str) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=self.server.url, api_key=self.tokens[name], max_retries=0, timeout=30
@@ -198,7 +205,7 @@ def test_usage_is_on_the_books_with_its_cost(house: House) -> None:
     table = house.run("usage", "--team", "red", "--by", "day,key", "--format", "csv").stdout
     assert table.startswith("day,key,requests,failed,input_tokens,")
     records = list(house.admin.pages("records"))
-    assert {record["team"] for record in records} <= {"red", "green"}
+    assert {record["team"] for record in records} <= {"red", "green", "grey"}
 
 
 def test_a_rotated_key_fails_no_request_and_a_deleted_one_ends_everywhere(house: House) -> None:
@@ -333,6 +340,77 @@ def test_a_team_admin_rules_its_team_and_nothing_above_it(house: House) -> None:
         assert {key["user"] for key in http.get("/admin/v1/keys").json()["data"]} == {"bob"}
 
 
+def test_no_alias_of_a_team_is_a_way_to_a_model_that_the_team_may_not_use(house: House) -> None:
+    house.admin.call("PUT", "models/foreign", {"price": {"output": 9.0}})
+    house.admin.call("PUT", "aliases/echo", {"targets": [{"model": "echo"}]})
+    house.admin.call("PUT", "aliases/secret", {"targets": [{"model": "foreign"}]})
+    house.admin.call(
+        "PUT", "aliases/red/theirs", {"team": "red", "targets": [{"model": "foreign"}]}
+    )
+    try:
+        with house.http("red/ann") as http:
+            for body in (
+                {"targets": [{"model": "foreign"}]},
+                {"targets": [{"model": "echo"}], "fallbacks": ["foreign"]},
+            ):
+                refused = http.put("/admin/v1/aliases/red/echo", json={**body, "team": "red"})
+                assert refused.status_code == 403
+                assert "may not use the model 'foreign'" in refused.text
+            own = {"team": "red", "targets": [{"model": "echo"}]}
+            assert http.put("/admin/v1/aliases/red/echo", json=own).status_code == 200
+            assert http.delete("/admin/v1/aliases/red/echo").status_code == 200
+            # What the fleet's owner gave it stays as it is.
+            assert http.put("/admin/v1/aliases/red/theirs", json=own).status_code == 403
+            assert http.delete("/admin/v1/aliases/red/theirs").status_code == 403
+        for role in ("red/ann", "red/bob", "red/eye"):
+            with house.http(role) as http:
+                shown = {
+                    kind: {each["id"] for each in http.get(f"/admin/v1/{kind}").json()["data"]}
+                    for kind in ("models", "aliases")
+                }
+                assert shown["models"] == {"echo"}
+                assert "secret" not in shown["aliases"]
+                assert http.get("/admin/v1/models/foreign").status_code == 404
+    finally:
+        for name in ("aliases/red/theirs", "aliases/secret", "aliases/echo", "models/foreign"):
+            house.admin.call("DELETE", name)
+
+
+def test_an_organisation_takes_no_larger_part_of_the_engines_than_it_was_given(
+    house: House,
+) -> None:
+    plain = {"organisation": "acme"}
+    with house.http("acme/boss") as http:
+        put = lambda **fields: http.put("/admin/v1/teams/ours", json=plain | fields).status_code  # noqa: E731
+        assert put(weight=1000) == 403
+        assert put(priority="high") == 403
+        assert put(priority="high", weight=0.125) == 200
+        house.admin.call("PUT", "teams/ours", {**plain, "weight": 3})
+        assert put(weight=3, name="with what it was given") == 200
+        assert put(weight=4) == 403
+        assert http.delete("/admin/v1/teams/ours").status_code == 200
+
+
+def test_no_name_steers_the_terminal_of_who_reads_it(house: House) -> None:
+    with house.http("red/ann") as http:
+        made = http.post("/admin/v1/keys", json={"team": "red", "name": "\x1b[2J\u202eéx\n"})
+    try:
+        listed = house.run("keys", "list").stdout
+        assert "?[2J?éx?" in listed
+        assert "\x1b" not in listed
+    finally:
+        house.admin.call("DELETE", f"keys/{made.json()['id']}")
+
+
+def test_a_cursor_beyond_everything_is_an_empty_page_or_refused_by_its_name(house: House) -> None:
+    with house.http(str(house.admin._key)) as http:
+        for part in ("audit", "records"):
+            end = http.get(f"/admin/v1/{part}", params={"after": "9" * 19 + "-" + "9" * 19})
+            assert end.json() == {"data": [], "next": None}
+            beyond = http.get(f"/admin/v1/{part}", params={"after": "9" * 20 + "-0"})
+            assert (beyond.status_code, beyond.json()["error"]["param"]) == (400, "after")
+
+
 def test_a_token_chats_pays_and_rules_as_its_role(house: House) -> None:
     assert ask(house.client("token/member"))
     with pytest.raises(openai.AuthenticationError):
@@ -365,11 +443,7 @@ def test_a_token_chats_pays_and_rules_as_its_role(house: House) -> None:
 
 
 def test_nothing_secret_is_in_any_answer_log_or_metric(house: House) -> None:
-    secrets = [
-        token.split("-")[3] if token.startswith("sk-fb-") else token.split(".")[2]
-        for token in house.tokens.values()
-    ]
-    secrets.append((house.data / "admin-key").read_text().strip())
+    secrets = [*house.secrets(), (house.data / "admin-key").read_text().strip()]
     shown = [json.dumps(list(house.admin.pages("audit"))), house.run("keys", "list").stdout]
     with house.http(str(house.admin._key)) as http:
         shown += [http.get(f"/admin/v1/{part}").text for part in ("keys", "export", "records")]
@@ -418,8 +492,7 @@ def test_the_audit_log_only_grows_and_says_who_changed_what(house: House) -> Non
 def test_no_secret_is_in_an_answer_a_log_a_metric_or_in_redis(house: House) -> None:
     """Every token's secret part is a canary, and so is a prompt."""
     prompt = "canary-of-the-prompt"
-    secrets = [token.rpartition("-")[2] for token in house.tokens.values()]
-    secrets += [str(house.admin._key), house.server.key, prompt]
+    secrets = [*house.secrets(), str(house.admin._key), house.server.key, prompt]
     client = house.client("red/app")
     client.completions.create(model="echo", prompt=prompt, max_tokens=3)
     seen = [house.run(*words).stdout for words in (["export"], ["audit"], ["keys"], ["usage"])]

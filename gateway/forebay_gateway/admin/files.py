@@ -66,7 +66,8 @@ def show(rows: Sequence[Tree], form: str) -> str:
 def _cell(value: object) -> str:
     if isinstance(value, dict | list):
         return msgspec.json.encode(value).decode()
-    return str(value)
+    # Names are whatever their teams' admins called them: nothing in them steers a terminal.
+    return "".join(each if each.isprintable() else "?" for each in str(value))
 
 
 def _is_number(value: object) -> bool:

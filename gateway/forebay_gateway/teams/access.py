@@ -15,7 +15,6 @@ from forebay_shared.errors import (
 
 from forebay_gateway.teams.directory import Directory
 from forebay_gateway.teams.records import (
-    PRIORITIES,
     ROLES,
     Key,
     Organisation,
@@ -24,6 +23,7 @@ from forebay_gateway.teams.records import (
     StoredSecret,
     Team,
     User,
+    share_of,
 )
 from forebay_gateway.teams.secrets import Token, digest, same
 
@@ -82,7 +82,7 @@ class Access:
         team = self.team
         self.engine_team = _opaque("team", team.id) if team else ""
         self.cache_salt = _opaque("salt", team.id) if team and not team.share_cache else ""
-        self.weight = team.weight * PRIORITIES[team.priority] if team else 1.0
+        self.weight = share_of(team) if team else 1.0
         self.standing: Standing | None = None
         records = (key, self.user, self.team, self.organisation)
         kinds = ("key", "user", "team", "organisation")

@@ -98,6 +98,7 @@ class Admin:
         guard.must_change(entry)
         if before is not None:
             guard.must_change(before)
+        guard.must_not_take_more(before, entry)
         await self._commit(actor, "put", [(before, entry)], expected)
         return view(entry), self._directory.revision_of(place_of(entry))
 

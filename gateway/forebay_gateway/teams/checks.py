@@ -69,6 +69,8 @@ def check(entry: Entry, where: str) -> None:
 def _check_key(key: Key, where: str) -> None:
     if not key.team and key.role != "owner":
         raise _invalid(f"{where}.team", "is needed for every role but owner")
+    if key.team and key.organisation:
+        raise _invalid(f"{where}.organisation", "goes with no team: the team says which it is")
     for number, route in enumerate(key.routes):
         if route not in ROUTES:
             known = ", ".join(ROUTES)

@@ -9,7 +9,18 @@ from forebay_shared.errors import PermissionDeniedError
 
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.directory import Directory
-from forebay_gateway.teams.records import ROLES, Alias, Entry, Key, Model, Role, User, kind_of
+from forebay_gateway.teams.records import (
+    ROLES,
+    Alias,
+    Entry,
+    Key,
+    Model,
+    Role,
+    Team,
+    User,
+    kind_of,
+    share_of,
+)
 
 
 class Actor(NamedTuple):
@@ -59,10 +70,10 @@ class Guard:
 
     def may_see(self, entry: Entry) -> bool:
         actor = self.actor
-        if actor.owns_fleet or isinstance(entry, Model):
+        if actor.owns_fleet:
             return True
-        if isinstance(entry, Alias) and not entry.team:
-            return True
+        if isinstance(entry, Model) or (isinstance(entry, Alias) and not entry.team):
+            return actor.owns_organisation or self._may_ask_for(entry)
         if actor.owns_organisation:
             return self._is_of_its_organisation(entry)
         if kind_of(entry) == "team":
@@ -93,6 +104,16 @@ class Guard:
             kinds, own = (), False
         if kind_of(entry) not in kinds or not own:
             raise _denied("Your role does not let you change this.")
+        if isinstance(entry, Alias) and not actor.owns_organisation:
+            self._must_name_models_of_its_team(entry)
+
+    def must_not_take_more(self, before: Entry | None, after: Entry) -> None:
+        """Of the engines, which all organisations share: what a team has there, the fleet gives."""
+        if self.actor.owns_fleet or not isinstance(after, Team):
+            return
+        had = share_of(before) if isinstance(before, Team) else 1.0
+        if share_of(after) > max(1.0, had):
+            raise _denied("Only the owner of the fleet gives a team more than weight 1, normal.")
 
     def must_see_usage(self, organisation: str, team: str) -> None:
         """Of a whole team or organisation; empty: of all."""
@@ -123,6 +144,25 @@ class Guard:
         return (isinstance(entry, Key) and entry.user == user) or (
             isinstance(entry, User) and entry.id == user
         )
+
+    def _may_ask_for(self, entry: Model | Alias) -> bool:
+        """Whether its team has a name for this model or alias of all."""
+        team = self._directory.team(self.actor.team)
+        if team is None or not team.models:
+            return team is not None
+        if isinstance(entry, Alias):
+            return entry.public_name in team.models
+        aliases = [self._directory.alias(name, team.id) for name in team.models]
+        led_to = {model for alias in aliases if alias is not None for model in alias.models}
+        return entry.id in team.models or entry.id in led_to
+
+    def _must_name_models_of_its_team(self, alias: Alias) -> None:
+        """A new name for a model must not be a way to one that the team may not use."""
+        team = self._directory.team(self.actor.team)
+        names = team.models if team is not None else ()
+        foreign = next((name for name in alias.models if names and name not in names), None)
+        if foreign is not None:
+            raise _denied(f"Your team may not use the model '{foreign}', so no alias of yours may.")
 
     def _must_not_rise_above_itself(self, entry: Entry) -> None:
         role = entry.role if isinstance(entry, Key | User) else None

@@ -111,6 +111,11 @@ class Team(Record, frozen=True, omit_defaults=True, kw_only=True):
     on_outage: Literal["refuse", "continue"] = "refuse"
 
 
+def share_of(team: Team) -> float:
+    """Its weight among the teams that an engine serves."""
+    return team.weight * PRIORITIES[team.priority]
+
+
 class User(Record, frozen=True, omit_defaults=True, kw_only=True):
     """A person in a team. `role` bounds the role of each of its keys."""
 

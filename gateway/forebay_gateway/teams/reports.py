@@ -17,7 +17,7 @@ from forebay_gateway.teams.bookkeeper import Bookkeeper
 from forebay_gateway.teams.directory import Directory
 from forebay_gateway.teams.guards import Actor, Guard
 
-_ENTRY = re.compile(r"(\d{1,20}-\d{1,20})?")
+_ENTRY = re.compile(r"([0-9]{1,19}-[0-9]{1,19})?")
 
 Tree = dict[str, Any]
 

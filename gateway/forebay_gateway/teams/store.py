@@ -1,7 +1,7 @@
 """Writes the directory: records in one atomic step, each against the revision it was read at.
 
-What is written is checked here once more as a whole: no record without its parent, no two keys of
-one name, no two issuers of the same tokens. It knows no HTTP.
+What is written is checked here once more as a whole: no record without its parent, no key of
+another team's user, no two keys of one name, no two issuers of the same tokens. It knows no HTTP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from forebay_shared.scripts import Script
 from forebay_shared.wire import WIRE_VERSION
 
 from forebay_gateway.teams.directory import Directory, encode
-from forebay_gateway.teams.records import Entry, Issuer, Key, place_of
+from forebay_gateway.teams.records import Entry, Issuer, Key, User, place_of
 from forebay_gateway.teams.sync import DirectorySync
 
 ANY = -1
@@ -92,6 +92,7 @@ class DirectoryStore:
         lonely = self._directory.missing_parent(changes)
         if lonely is not None:
             raise ConflictError(f"{lonely[0]} needs {lonely[1]}, which would not exist.")
+        self._check_users(changes)
         names = {
             (entry.team, entry.organisation, entry.name): f"key/{entry.id}"
             for entry in cast("list[Key]", self._directory.all("key"))
@@ -102,6 +103,19 @@ class DirectoryStore:
                 continue
             if names.setdefault((entry.team, entry.organisation, entry.name), place) != place:
                 raise ConflictError(f"There is a key named '{entry.name}' in this team already.")
+
+    def _check_users(self, changes: Mapping[str, Entry | None]) -> None:
+        """A key counts for its user and bears that user's limits: one of its own team."""
+        moved = any(isinstance(entry, User) for entry in changes.values())
+        stored = self._directory.all("key") if moved else ()
+        kept = [entry for entry in stored if place_of(entry) not in changes]
+        for key in (*changes.values(), *kept):
+            if not isinstance(key, Key) or not key.user:
+                continue
+            place = f"user/{key.user}"
+            user = changes.get(place) or self._directory.user(key.user)
+            if isinstance(user, User) and user.team != key.team:
+                raise ConflictError(f"{place_of(key)} needs {place} to be of its team, {key.team}.")
 
     def _check_issuers(self, changes: Mapping[str, Entry | None]) -> None:
         issuers = [entry for entry in changes.values() if isinstance(entry, Issuer)]
