@@ -340,6 +340,30 @@ def test_a_team_admin_rules_its_team_and_nothing_above_it(house: House) -> None:
         assert {key["user"] for key in http.get("/admin/v1/keys").json()["data"]} == {"bob"}
 
 
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("aliases: [{id: a, targets: [{model: none}]}]", "neither served now nor described"),
+        ("models: []\nmodels: [{id: m}]", "models is there twice in line 2"),
+        (
+            "organisations:\n- id: o\n  limits: {requests_per_minute: 1}\n  limits: {}",
+            "limits is there twice in line 4",
+        ),
+        (
+            "organisations: [{id: o, teams: [{id: t, keys: [{name: k, user: ann}]}]}]",
+            "needs user/ann to be of its team, t",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_what_would_be_refused(house: House, document: str, said: str) -> None:
+    house.file.write_text(document)
+    for words in (["--dry-run"], []):
+        done = house.run("apply", str(house.file), *words)
+        assert done.returncode != 0
+        assert said in done.stderr
+        assert done.stdout == ""
+
+
 def test_no_alias_of_a_team_is_a_way_to_a_model_that_the_team_may_not_use(house: House) -> None:
     house.admin.call("PUT", "models/foreign", {"price": {"output": 9.0}})
     house.admin.call("PUT", "aliases/echo", {"targets": [{"model": "echo"}]})

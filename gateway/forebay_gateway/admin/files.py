@@ -4,7 +4,7 @@ import csv
 import datetime
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,28 @@ Tree = dict[str, Any]
 MAX_BYTES = 8_000_000
 
 
+class _TwiceError(yaml.YAMLError):
+    """A mapping has a name twice."""
+
+    def __init__(self, name: object, mark: object) -> None:
+        super().__init__(f"{name} is there twice")
+        self.problem_mark = mark
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which no name of a mapping silently replaces an earlier one: a limit, say."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise _TwiceError(key.value, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load(name: str) -> Tree:
     """The document in a file, or in standard input for "-". Raises StartError."""
     try:
@@ -25,11 +47,12 @@ def load(name: str) -> Tree:
     if len(text) > MAX_BYTES:
         raise StartError(f"{name}: larger than {MAX_BYTES} bytes")
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _Loader)  # noqa: S506 - it is a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
-        raise StartError(f"{name}: not YAML{where}") from None
+        what = str(error) if isinstance(error, _TwiceError) else "not YAML"
+        raise StartError(f"{name}: {what}{where}") from None
     if not isinstance(tree, dict):
         raise StartError(f"{name}: must be a mapping of sections")
     return cast(Tree, _without_dates(cast(Tree, tree)))

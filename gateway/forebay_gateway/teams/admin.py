@@ -142,7 +142,10 @@ class Admin:
         entries = document.read(body, self._directory)
         steps = document.difference(entries, self._directory, prune=prune)
         shown = [{"action": s.action, "place": s.label, "fields": s.fields} for s in steps]
-        if dry_run:
+        if dry_run:  # it refuses what the apply would refuse
+            changes = {step.place: step.after for step in steps}
+            self._check_models(changes)
+            self._store.check(changes)
             return {"dry_run": True, "changes": shown}
         pepper = await self._sync.make_pepper() if steps else b""
         tokens: dict[str, str] = {}

@@ -65,7 +65,7 @@ class DirectoryStore:
 
     async def write(self, changes: Sequence[Change], *, who: str, what: str) -> int:
         """As `commit`, without waiting for the mirror."""
-        self._check({change.place: change.entry for change in changes})
+        self.check({change.place: change.entry for change in changes})
         arguments: list[Argument] = [
             keys.CHANGES_MAXLEN,
             keys.AUDIT_MAXLEN,
@@ -87,7 +87,8 @@ class DirectoryStore:
             raise StaleError(f"{place} is not as it was when you read it: read it again.")
         return revision
 
-    def _check(self, changes: Mapping[str, Entry | None]) -> None:
+    def check(self, changes: Mapping[str, Entry | None]) -> None:
+        """Raises ConflictError for changes (by place; None: delete) that may not stand together."""
         self._check_issuers(changes)
         lonely = self._directory.missing_parent(changes)
         if lonely is not None:
