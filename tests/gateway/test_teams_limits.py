@@ -308,7 +308,7 @@ def test_a_model_and_a_team_are_bounded_together_and_the_one_that_refuses_is_nam
     plan = make_plan([Scope("team", team), Scope("model", model)], START / 1000)
     scripts = Scripts(redis, plan)
     first = scripts.admit(START, scripts.hold("1", 1, 1))
-    assert first == [1, 2, 1, 0, -1, 0, 0]
+    assert first == [1, 2, 1, 30_000, -1, 0, 0]
     assert scripts.admit(START, scripts.hold("2", 1, 1))[:3] == [1, 2, 0]
     refused = scripts.admit(START, scripts.hold("3", 1, 1))
     assert plan.scopes[refused[7] - 1] == "model m"
@@ -336,3 +336,29 @@ def test_windows_follow_each_other_without_a_gap(name, zone: str, now: float) ->
         assert local.weekday() == 0
     if name == "month":
         assert local.day == 1
+
+
+def test_what_is_said_to_be_left_is_what_is_left_behind_the_request(server: RedisServer) -> None:
+    """Who is let in is told of its own part too; who is refused has taken nothing."""
+    redis = server.client
+    redis.flushall()
+    team = Team(
+        id="red", organisation="o", limits=Limits(requests_per_minute=3, tokens_per_minute=60)
+    )
+    scripts = Scripts(redis, make_plan([Scope("team", team)], START / 1000))
+    assert scripts.admit(START, scripts.hold("a", 10, 20))[:7] == [
+        1, 3, 2, 20_000, 60, 30, 30_000,
+    ]  # fmt: skip
+    assert scripts.admit(START, scripts.hold("b", 10, 30))[:7] == [
+        1, 3, 1, 40_000, 60, 0, 70_000,
+    ]  # fmt: skip
+    assert scripts.admit(START, scripts.hold("c", 10, 10))[:7] == [
+        0, 3, 1, 40_000, 60, 0, 70_000,
+    ]  # fmt: skip
+    assert scripts.settle(START, scripts.hold("b", 10, 30), Usage(10, 0)) == 1
+    assert scripts.admit(START, scripts.hold("d", 10, 5))[:7] == [
+        1, 3, 0, 60_000, 60, 5, 55_000,
+    ]  # fmt: skip
+    assert scripts.admit(START, scripts.hold("e", 3, 1))[:7] == [
+        0, 3, 0, 60_000, 60, 5, 55_000,
+    ]  # fmt: skip

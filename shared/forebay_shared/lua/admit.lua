@@ -30,7 +30,7 @@ end
 local plan = cmsgpack.unpack(ARGV[8])
 local count = plan[1]
 local wait, refused, limit = -1, 0, 0
-local shown = {-1, 0, 0, -1, 0, 0}
+local shown = {} -- of requests and of tokens the tightest bucket: {cap, level, amount, period}
 
 local function refuse(scope, number, ms)
   if ms > wait then
@@ -38,7 +38,7 @@ local function refuse(scope, number, ms)
   end
 end
 
--- What is used of a bucket now. `kind` 1: requests, 4: tokens; `amount` is what is asked for.
+-- What is used of a bucket now. `kind` 1: requests, 2: tokens; `amount` is what is asked for.
 local function bucket(scope, number, cap, period, used, held, idle, kind, amount)
   if cap < 0 then
     return used
@@ -48,9 +48,9 @@ local function bucket(scope, number, cap, period, used, held, idle, kind, amount
   if level + 1 - cap > EPS then
     refuse(scope, number, cap > 0 and math.max(1, (level + 1 - cap) * period / cap) or period)
   end
-  local left = math.max(0, cap - level - amount)
-  if shown[kind] < 0 or left < shown[kind + 1] then
-    shown[kind], shown[kind + 1], shown[kind + 2] = cap, left, cap > 0 and level * period / cap or period
+  local tightest = shown[kind]
+  if not tightest or math.max(0, cap - level - amount) < math.max(0, tightest[1] - tightest[2] - tightest[3]) then
+    shown[kind] = {cap, level, amount, period}
   end
   return used
 end
@@ -75,10 +75,10 @@ for i = 1, count do
   end
   local idle = math.max(0, now - at)
   r = bucket(i, 1, plan[p], MINUTE, r, 0, idle, 1, 1)
-  inp = bucket(i, 2, plan[p + 1], MINUTE, inp, hi, idle, 4, input)
-  out = bucket(i, 3, plan[p + 2], MINUTE, out, ho, idle, 4, output)
-  tok = bucket(i, 4, plan[p + 3], MINUTE, tok, hi + ho, idle, 4, input + output)
-  day = bucket(i, 5, plan[p + 4], DAY, day, hi + ho, idle, 4, input + output)
+  inp = bucket(i, 2, plan[p + 1], MINUTE, inp, hi, idle, 2, input)
+  out = bucket(i, 3, plan[p + 2], MINUTE, out, ho, idle, 2, output)
+  tok = bucket(i, 4, plan[p + 3], MINUTE, tok, hi + ho, idle, 2, input + output)
+  day = bucket(i, 5, plan[p + 4], DAY, day, hi + ho, idle, 2, input + output)
   if plan[p + 5] >= 0 then
     slots = slots + 1
     redis.call('ZREMRANGEBYSCORE', KEYS[3 + slots], '-inf', now)
@@ -115,9 +115,14 @@ end
 if ARGV[9] == 'started' then
   wait = -1
 end
-local answer = {wait < 0 and 1 or 0}
-for i = 1, 6 do
-  answer[i + 1] = math.floor(shown[i])
+local answer = {wait < 0 and 1 or 0, -1, 0, 0, -1, 0, 0}
+for kind = 1, 2 do
+  if shown[kind] then -- as it is behind this request, which takes nothing when it is refused
+    local cap, level, amount, period = unpack(shown[kind])
+    level = level + (wait < 0 and amount or 0)
+    answer[3 * kind - 1], answer[3 * kind] = cap, math.floor(math.max(0, cap - level))
+    answer[3 * kind + 1] = math.floor(cap > 0 and level * period / cap or period)
+  end
 end
 if wait >= 0 then
   answer[8], answer[9], answer[10] = refused, limit, math.ceil(wait)
