@@ -11,7 +11,7 @@ def test_every_row_names_tests_that_exist_or_says_why_there_is_none() -> None:
     assert [int(number) for number, _, _ in ROWS] == list(range(1, 41))
     for number, _, where in ROWS:
         named = re.findall(r"`(\S+\.py)::(\w+)`", where)
-        assert named or re.search("not to be had|waits for", where), number
+        assert named or "not to be had" in where, number
         for path, test in named:
             text = (HERE / path).read_text()
             assert re.search(rf"^(?:async )?def {test}\(|^{test} = ", text, re.M), (number, test)
