@@ -7,7 +7,8 @@ import pytest
 from forebay_gateway.api.anthropic.errors import envelope, status
 from forebay_gateway.api.decoding import decode
 from forebay_gateway.api.dialects import speaks_anthropic
-from forebay_gateway.api.openai.schema import CompletionRequest
+from forebay_gateway.api.openai.schema import ChatRequest, CompletionRequest
+from forebay_gateway.api.responses.schema import ResponsesRequest
 from forebay_shared import errors
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import Api, exchange, request_bytes, running_api
@@ -122,3 +123,70 @@ def test_a_byte_order_mark_is_left_out_once() -> None:
 def test_of_a_key_that_comes_twice_the_last_one_counts() -> None:
     body = b'{"model":"m","prompt":"a","prompt":"b"}'
     assert decode(Decoder(CompletionRequest), body).prompt == "b"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param", "message"),
+    [
+        (
+            ChatRequest,
+            {"verbosity": "mute"},
+            "verbosity",
+            "verbosity must be one of high, low, medium.",
+        ),
+        (
+            ResponsesRequest,
+            {"tool_choice": {"type": "function", "mode": "x"}},
+            "tool_choice.mode",
+            "tool_choice.mode must be one of auto, required.",
+        ),
+        (
+            ResponsesRequest,
+            {"metadata": {"a": 1}},
+            "metadata",
+            "Each value of metadata must be a string.",
+        ),
+        (
+            ChatRequest,
+            {"logit_bias": {"5": 101}},
+            "logit_bias",
+            "Each value of logit_bias must be a number at most 100.0.",
+        ),
+        (
+            ResponsesRequest,
+            {"user": "u" * 1000},
+            "user",
+            "user must have at most 512 characters.",
+        ),
+        (
+            ResponsesRequest,
+            {"text": {"format": {"type": "json_schema", "name": "a b"}}},
+            "text.format.name",
+            "text.format.name must be a string of the form [a-zA-Z0-9_-]{1,64}.",
+        ),
+        (ChatRequest, {"stop": ["a", 5]}, "stop[1]", "stop[1] must be a string."),
+        (ChatRequest, {}, "messages", "messages is required."),
+    ],
+)
+def test_an_error_says_what_would_be_right(
+    kind: type, fields: dict[str, object], param: str, message: str
+) -> None:
+    needed = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "input": "hi"}
+    body = json.dumps((needed if fields else {"model": "m"}) | fields).encode()
+    with pytest.raises(errors.InvalidRequestError) as refusal:
+        decode(Decoder(kind), body)
+    assert (refusal.value.param, refusal.value.message) == (param, message)
+
+
+def test_a_number_beyond_all_floats_is_too_large() -> None:
+    with pytest.raises(errors.InvalidRequestError, match=r"^seed is a number that is too large\.$"):
+        decode(Decoder(CompletionRequest), b'{"model":"m","prompt":"a","seed":1e999}')
+
+
+@pytest.mark.parametrize("value", ["x - at `$.secret", "secret\n", "x` - at `$.secret`"])
+def test_no_value_passes_for_the_name_of_a_field(value: str) -> None:
+    body = json.dumps({"model": "m", "prompt": "a", "truncation_side": value}).encode()
+    with pytest.raises(errors.InvalidRequestError) as refusal:
+        decode(Decoder(CompletionRequest), body)
+    assert refusal.value.param == "truncation_side"
+    assert "secret" not in refusal.value.message
