@@ -74,7 +74,7 @@ class Topology:
         address = self.addresses[own] = f"127.77.0.{self._number + 1}"
         self.addresses.setdefault(name, address)
         environment = {
-            key: self._here(str(value), address)
+            key: self._here("" if value is None else str(value), address)
             for key, value in (service.get("environment", {}) | more).items()
         }
         command = [self._here(word, address) for word in service["command"]]
