@@ -30,7 +30,7 @@ help:  ## Show this
 serve: $(RUNTIME) $(if $(findstring minilm,$(MODEL) $(ARGS)),$(EMBEDDER))  ## Serve a model on http://127.0.0.1:PORT/v1 (PORT, MODEL, API_KEY, ARGS)
 	@FOREBAY_API_KEY="$${API_KEY:-$$FOREBAY_API_KEY}" exec $(BIN)/forebay serve $(if $(MODEL),"$(MODEL)") --port "$(PORT)" $(ARGS)
 
-test: $(DEV)  ## Run every test (ARGS are pytest's)
+test: $(DEV)  ## Run the tests, all but clients and chaos (ARGS are pytest's)
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-clients: $(DEV)  ## Run the SDKs that people use against a server (builds their environments in .clients)
