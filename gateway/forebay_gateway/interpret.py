@@ -46,6 +46,7 @@ class Reading(msgspec.Struct, frozen=True):
             reasoning=self.reasoning(self.opened) if self.reasoning else None,
             tools=self.tools(self.use.tools) if self.tools and self.use else None,
             one_call=self.use is not None and self.use.one_call,
+            forced=self.use is not None and bool(self.use.forced),
         )
 
 

@@ -17,10 +17,11 @@ class Speech(Bounded):
     """The parts of one sequence's answer as they come.
 
     `reasoning_tokens` are those of the tokens that were thinking, the tags included; None where no
-    thinking is told.
+    thinking is told. With `forced` it holds nothing but calls: text that is left at its end is one
+    that was cut off.
     """
 
-    __slots__ = ("_detokeniser", "_reasoning", "_tools")
+    __slots__ = ("_detokeniser", "_forced", "_reasoning", "_tools")
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Speech(Bounded):
         reasoning: ReasoningParser | None = None,
         tools: ToolParser | None = None,
         one_call: bool = False,
+        forced: bool = False,
     ) -> None:
         keep = frozenset(tools.markers) if tools else frozenset[str]()
         if reasoning:
@@ -38,6 +40,7 @@ class Speech(Bounded):
         self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special, keep=keep)
         self._reasoning = reasoning
         self._tools = tools
+        self._forced = forced
         self.reasoning_tokens = 0 if reasoning else None
 
     def push(self, token_ids: Sequence[int]) -> list[Part]:
@@ -63,7 +66,10 @@ class Speech(Bounded):
             for part in self._reasoning.finish():
                 parts += self._answer(part.text) if isinstance(part, Text) else [part]
         if self._tools and not self.stopped:
-            parts += self.visible(self._tools.finish())
+            rest = self._tools.finish()
+            if self._forced:
+                rest = [part for part in rest if not isinstance(part, Text)]
+            parts += self.visible(rest)
         return parts if self.stopped else parts + self.let_go()
 
     @property

@@ -53,6 +53,11 @@ def api(server: Api) -> Api:
     return server
 
 
+def allowing(*names: str, mode: str = "auto") -> dict:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def says(api: Api, *texts: str, group: int = 1) -> None:
     """The n choices say these texts, in groups of so many tokens."""
 
@@ -108,6 +113,18 @@ def test_streamed_and_whole_answers_hold_the_same_calls_for_every_grouping(
     assert stream.usage == answer.usage
     ids = [call["id"] for calls in answer.calls.values() for call in calls]
     assert len(set(ids)) == len(ids) == 3
+
+
+def test_allowed_tools_are_the_only_ones(api: Api) -> None:
+    says(api, "No tool is needed.")
+    whole(api, tools=TOOLS, tool_choice=allowing("time"))
+    assert '"time"' in prompt_text(api)
+    assert '"weather"' not in prompt_text(api)
+    assert api.backend.jobs[-1].sampling.grammar is None
+    says(api, '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>')
+    whole(api, tools=TOOLS, tool_choice=allowing("time", mode="required"))
+    assert "time" in api.backend.jobs[-1].sampling.grammar.source
+    assert "weather" not in api.backend.jobs[-1].sampling.grammar.source
 
 
 def test_arguments_are_streamed_in_real_increments(api: Api) -> None:
@@ -296,7 +313,17 @@ def test_an_id_that_is_null_is_named(api: Api) -> None:
             "tool_choice.function.name",
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
         ),
-        ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}),
+        ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": "custom"}}),
+        ("tool_choice.allowed_tools", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}),
+        ("tool_choice.allowed_tools.tools", {"tools": TOOLS, "tool_choice": allowing()}),
+        (
+            "tool_choice.allowed_tools.tools[0].function.name",
+            {"tools": TOOLS, "tool_choice": allowing("f")},
+        ),
+        (
+            "tool_choice.allowed_tools.mode",
+            {"tools": TOOLS, "tool_choice": allowing("time", mode="none")},
+        ),
         ("functions", {"functions": [{"name": "f"}], "tools": TOOLS}),
         ("functions", {"functions": [{"name": "f"}], "tool_choice": "auto"}),
         ("functions", {"functions": [{"name": "f"}] * 2}),

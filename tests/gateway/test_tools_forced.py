@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from forebay_gateway.output import OutputOptions, Vocabulary
 from forebay_gateway.parts import Collected
 from forebay_gateway.reasoning.base import Opened
 from forebay_gateway.reasoning.registry import BUILT_IN as REASONING
+from forebay_gateway.speech import Speech
 from forebay_gateway.tools.base import Tool, ToolParser
 from forebay_gateway.tools.forced import forced_grammar, forced_parser
 from forebay_gateway.tools.hermes import HermesParser
@@ -14,6 +16,7 @@ from forebay_gateway.tools.registry import BUILT_IN
 from forebay_shared.errors import InvalidRequestError
 from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar
 from forebay_worker.engine.grammar_check import _Bytes, translate
+from gateway_fakes import byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
 
 TOOLS = (
@@ -115,3 +118,27 @@ def test_tools_too_large_for_a_grammar_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError) as refused:
         forced_grammar(HermesParser, [large], several=False)
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("parser", FORMS)
+def test_a_forced_call_that_is_cut_off_leaves_no_markup_in_the_text(
+    parser: type[ToolParser],
+) -> None:
+    tokenizer = byte_level_tokenizer()
+    vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
+    ids = tokenizer.encode(written(parser, ("find", {"n": 3}))).ids
+    for end in range(len(ids)):
+        speech = Speech(vocabulary, OutputOptions(), tools=parser(TOOLS), forced=True)
+        answer = Collected()
+        answer.add(speech.push(ids[:end]) + speech.finish())
+        assert answer.text == ""
+        assert '{"n": 3}'.startswith("".join(call.arguments for call in answer.calls))
+
+
+def test_a_whole_call_whose_tag_is_cut_off_is_a_call_alone() -> None:
+    text = written(HermesParser, ("find", {"n": 3}))
+    for end in range(text.rindex("}}") + 2, len(text)):
+        reader, answer = HermesParser(TOOLS), Collected()
+        answer.add(reader.push(text[:end]) + reader.finish())
+        assert answer.text == ""
+        assert [call.arguments for call in answer.calls] == ['{"n": 3}']

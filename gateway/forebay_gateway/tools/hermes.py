@@ -50,6 +50,8 @@ class HermesParser(ToolParser):
         return self._goto(self._begin)
 
     def _abandon(self) -> None:
+        if self._state == self._behind and CLOSE.startswith(self._text[self._at :].lstrip()):
+            self._at = len(self._text)  # the tag of a whole call, cut off
         if self._call is not None:
             if not self._call.started:
                 self._out.say(self._opener)

@@ -5,7 +5,7 @@ It checks the fields of the dialect. It knows no model, no markup and no grammar
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
@@ -37,9 +37,22 @@ class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedToolChoice(msgspec.Struct, frozen=True):
+class AllowedTool(msgspec.Struct, frozen=True):
     type: str
     function: NamedFunction | None = None
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True):
+    """A function that must be called, or those of the tools that may be."""
+
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 def tool_use(
@@ -54,6 +67,8 @@ def tool_use(
     Raises InvalidRequestError that names the field.
     """
     tools = _distinct(definitions or (), _tool, "tools")
+    if isinstance(choice, NamedToolChoice) and choice.type == "allowed_tools":
+        tools, choice = _allowed(choice, tools)
     if choice in ("none", None, "auto"):
         if not tools or choice == "none":
             return None
@@ -69,9 +84,32 @@ def tool_use(
     return ToolUse(tools, forced=(_named(choice, tools),), one_call=True)
 
 
+def _allowed(choice: NamedToolChoice, tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], str]:
+    """The tools that are left, and the choice among them."""
+    at = "tool_choice.allowed_tools"
+    allowed = choice.allowed_tools
+    if allowed is None:
+        raise InvalidRequestError(f"{at} is required.", param=at)
+    if not allowed.tools:
+        raise InvalidRequestError(f"{at}.tools must not be empty.", param=f"{at}.tools")
+    if len(allowed.tools) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"{at}.tools may hold at most {MAX_TOOLS} functions.", param=f"{at}.tools"
+        )
+    names: set[str] = set()
+    for index, tool in enumerate(allowed.tools):
+        place = f"{at}.tools[{index}]"
+        if tool.type != "function" or tool.function is None:
+            raise UnsupportedError(f"{place} must be a function.", param=place)
+        names.add(_one_of(tools, tool.function, f"{place}.function.name").name)
+    return tuple(tool for tool in tools if tool.name in names), allowed.mode
+
+
 def _named(choice: NamedToolChoice, tools: Sequence[Tool]) -> Tool:
     if choice.type != "function":
-        raise UnsupportedError("tool_choice.type must be function.", param="tool_choice.type")
+        raise UnsupportedError(
+            "tool_choice.type must be function or allowed_tools.", param="tool_choice.type"
+        )
     if not tools:
         raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
     if choice.function is None:
