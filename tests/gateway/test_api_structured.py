@@ -27,9 +27,8 @@ def api(server: Api) -> Iterator[Api]:
     check_answer(server.chat().content, model=MODEL)  # the canary
 
 
-def raw(fields: str) -> bytes:
-    body = '{"model": "%s", "messages": [{"role": "user", "content": "hi"}], %s}'
-    return (body % (MODEL, fields)).encode()
+def raw(fields: str, asks: str = '"messages": [{"role": "user", "content": "hi"}]') -> bytes:
+    return f'{{"model": "{MODEL}", {asks}, {fields}}}'.encode()
 
 
 def as_format(schema: str) -> str:
@@ -66,8 +65,11 @@ def test_the_engine_gets_the_clients_own_text(
     api: Api, fields: str, grammar: Grammar | None
 ) -> None:
     headers = {"content-type": "application/json"}
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        body = raw(fields + ', "prompt": "hi"')
+    bodies = {
+        "/v1/chat/completions": raw(fields),
+        "/v1/completions": raw(fields, '"prompt": "hi"'),
+    }
+    for path, body in bodies.items():
         assert api.http.post(path, content=body, headers=headers).status_code == 200
     assert [job.sampling.grammar for job in api.backend.jobs] == [grammar] * 2
 

@@ -50,6 +50,7 @@ async def test_a_slow_redis_makes_answers_slow_and_nothing_else(
         async with gateway(proxy.url) as backend:
             with workers(proxy.url, 2, delay_ms=5):
                 await wait_until(lambda: len(backend.roster.workers) == 2, PATIENCE_S)
+                await wait_until(lambda: backend.roster.ready, PATIENCE_S)
                 jobs = [job(backend, [number + 1, 9], tokens=200) for number in range(16)]
                 answers = await asyncio.gather(*(run_job(backend, one) for one in jobs))
             for one, got in zip(jobs, answers, strict=True):

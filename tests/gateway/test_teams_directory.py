@@ -292,7 +292,8 @@ async def test_a_key_ends_within_a_second_on_three_gateways_that_hear_no_push(
     assert token is not None
     assert 2 * POLL_S < 1.0, "it is seen by one poll and fetched by the next"
     async with gateways(redis_server.url, 3, wait_until) as backends:
-        await write(backends[0], [*BASICS, key])
+        begun = await write(backends[0], [*BASICS, key])
+        assert await backends[1].teams.sync.reached(begun, 30)
         for changed, error in (
             (replace(key, disabled=True), PermissionDeniedError),
             (key, None),

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from forebay_gateway.api.calls import posted
 from forebay_gateway.api.decoding import decode
-from forebay_gateway.api.openai.schema import ChatRequest, Message, TokenId
+from forebay_gateway.api.openai.schema import MAX_MESSAGES, ChatRequest, Message, TokenId
 from forebay_gateway.api.openai.tools import ToolDefinition
 from forebay_gateway.api.openai.turns import Turns
 from forebay_gateway.api.respond import Answer
@@ -31,7 +31,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None

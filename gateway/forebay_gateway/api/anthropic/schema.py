@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from forebay_gateway.api.decoding import decode, null
 from forebay_gateway.api.openai import refused
-from forebay_gateway.api.openai.schema import Count
+from forebay_gateway.api.openai.schema import MAX_MESSAGES, Count
 
 MIN_BUDGET_TOKENS = 1024
 
@@ -143,7 +143,7 @@ class CountRequest(Unsupported, frozen=True, kw_only=True):
     """What a prompt is made of. `cache_salt` and `chat_template_kwargs` are vLLM's additions."""
 
     model: str
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None

@@ -24,6 +24,9 @@ from forebay_gateway.api.openai.tools import (
 
 _MAX_INT32 = 2**31 - 1
 
+MAX_MESSAGES = 100_000
+"""Anthropic's limit too. So many take a second and a half to become a prompt."""
+
 Count = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -106,7 +109,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
