@@ -67,9 +67,8 @@ class Speech(Bounded):
                 parts += self._answer(part.text) if isinstance(part, Text) else [part]
         if self._tools and not self.stopped:
             rest = self._tools.finish()
-            if self._forced:
-                rest = [part for part in rest if not isinstance(part, Text)]
-            parts += self.visible(rest)
+            cut = [part for part in rest if self._forced and isinstance(part, Text)]
+            parts += self.visible([part for part in rest if part not in cut])
         return parts if self.stopped else parts + self.let_go()
 
     @property
