@@ -67,8 +67,7 @@ class Speech(Bounded):
                 parts += self._answer(part.text) if isinstance(part, Text) else [part]
         if self._tools and not self.stopped:
             rest = self._tools.finish()
-            cut = [part for part in rest if self._forced and isinstance(part, Text)]
-            parts += self.visible([part for part in rest if part not in cut])
+            parts += self.visible([p for p in rest if not (self._forced and isinstance(p, Text))])
         return parts if self.stopped else parts + self.let_go()
 
     @property
