@@ -7,6 +7,7 @@ from typing import Any
 
 from forebay_gateway.backend import Backend, connect
 from forebay_gateway.teams import keymaker
+from forebay_gateway.teams.directory import Directory, encode
 from forebay_gateway.teams.records import Entry, Key, Organisation, Team, User, place_of
 from forebay_gateway.teams.store import Change
 from forebay_shared.settings import GatewaySettings, Secret
@@ -21,6 +22,14 @@ BASICS: tuple[Entry, ...] = (
     Team(id="blue", organisation="acme"),
     User(id="ann", team="red", role="admin"),
 )
+
+
+def filled(*entries: Entry) -> Directory:
+    """A directory with the basics and these."""
+    directory = Directory()
+    values = [(place_of(e), f"{n + 1} {encode(e)}") for n, e in enumerate((*BASICS, *entries))]
+    directory.load(len(values), values)
+    return directory
 
 
 def key_of(team: str = "red", **fields: Any) -> tuple[Key, str]:

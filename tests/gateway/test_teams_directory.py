@@ -10,7 +10,7 @@ from forebay_gateway.teams import keymaker
 from forebay_gateway.teams.access import Gatekeeper
 from forebay_gateway.teams.checks import parse
 from forebay_gateway.teams.directory import Directory, encode
-from forebay_gateway.teams.records import Entry, Key, Organisation, Team, User, place_of
+from forebay_gateway.teams.records import Key, Organisation, Team, User, place_of
 from forebay_gateway.teams.secrets import split
 from forebay_gateway.teams.store import Change
 from forebay_gateway.teams.sync import POLL_S, DirectorySync
@@ -27,14 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from redis_house import RedisServer, WaitUntil
-from teams_house import BASICS, NOW, PEPPER, gateways, key_of, write
-
-
-def filled(*entries: Entry) -> Directory:
-    directory = Directory()
-    values = [(place_of(e), f"{n + 1} {encode(e)}") for n, e in enumerate((*BASICS, *entries))]
-    directory.load(len(values), values)
-    return directory
+from teams_house import BASICS, NOW, PEPPER, filled, gateways, key_of, write
 
 
 def enter(directory: Directory, sent: str, client: str = "10.1.2.3", now: float = NOW):

@@ -131,7 +131,8 @@ def ask(client: openai.OpenAI, **fields: object) -> str:
 
 
 def test_a_document_is_applied_once_and_exported_as_it_was(house: House) -> None:
-    assert house.run("apply", str(house.file)).stdout == "nothing to change\n"
+    applied = house.run("apply", str(house.file))
+    assert (applied.stdout, applied.stderr) == ("nothing to change\n", "")
     exported = house.run("export").stdout
     again = house.data / "again.yaml"
     again.write_text(exported)
@@ -188,13 +189,13 @@ def test_limits_hold_for_what_runs_in_the_background_and_are_asked_at_once(house
 
 
 def test_usage_is_on_the_books_with_its_cost(house: House) -> None:
-    ask(house.client("red/app"), stream=False)
-
-    def booked() -> bool:
+    def booked() -> int:
         shown = house.admin.call("GET", "usage", query={"by": "team,model", "team": "red"})
-        return bool(shown["data"])
+        return sum(row["output_tokens"] for row in shown["data"])
 
-    until(booked)
+    before = booked()
+    ask(house.client("red/app"), stream=False)
+    until(lambda: booked() >= before + 5)
     with house.http("red/app") as http:
         [row] = http.get("/v1/usage", params={"by": "team"}).json()["data"]
     assert row["team"] == "red"
@@ -356,9 +357,10 @@ def test_a_team_admin_rules_its_team_and_nothing_above_it(house: House) -> None:
     ],
 )
 def test_a_dry_run_refuses_what_would_be_refused(house: House, document: str, said: str) -> None:
-    house.file.write_text(document)
+    refused = house.data / "refused.yaml"
+    refused.write_text(document)
     for words in (["--dry-run"], []):
-        done = house.run("apply", str(house.file), *words)
+        done = house.run("apply", str(refused), *words)
         assert done.returncode != 0
         assert said in done.stderr
         assert done.stdout == ""

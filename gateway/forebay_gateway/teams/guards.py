@@ -6,6 +6,7 @@ What is not said here is forbidden. Pure: it knows no HTTP and no Redis.
 from typing import NamedTuple
 
 from forebay_shared.errors import PermissionDeniedError
+from msgspec.structs import asdict
 
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.directory import Directory
@@ -31,6 +32,8 @@ class Actor(NamedTuple):
     organisation: str = ""
     team: str = ""
     user: str = ""
+    key: Key | None = None
+    """What it acts by; None for the admin key."""
 
     @property
     def owns_fleet(self) -> bool:
@@ -54,6 +57,7 @@ def actor_of(caller: Caller) -> Actor:
         access.organisation_id,
         access.team_id,
         access.user.id if access.user else "",
+        access.key,
     )
 
 
@@ -100,6 +104,7 @@ class Guard:
             kinds, own = ("user", "key", "alias"), self._is_of_its_team(entry)
         elif actor.role == "member":
             kinds, own = ("key",), self._is_its_own(entry)
+            self._must_be_no_wider(entry)
         else:
             kinds, own = (), False
         if kind_of(entry) not in kinds or not own:
@@ -164,12 +169,33 @@ class Guard:
         if foreign is not None:
             raise _denied(f"Your team may not use the model '{foreign}', so no alias of yours may.")
 
+    def _must_be_no_wider(self, entry: Entry) -> None:
+        """Who was given a narrow key must not make, widen or renew a wider one with it."""
+        own = self.actor.key
+        if own is not None and isinstance(entry, Key) and (wider := _wider(entry, own)):
+            raise _denied(f"A member's key must not be wider than the one it acts by: {wider}.")
+
     def _must_not_rise_above_itself(self, entry: Entry) -> None:
         role = entry.role if isinstance(entry, Key | User) else None
         if role is not None and ROLES.index(role) > ROLES.index(self.actor.role):
             raise _denied(f"Your role cannot give the role '{role}'.")
         if isinstance(entry, Key) and role == "owner" and not (entry.team or entry.organisation):
             raise _denied("Your role cannot make an owner of the whole fleet.")
+
+
+def _wider(key: Key, bound: Key) -> str:
+    """The first field in which a key allows what `bound` does not; empty: there is none."""
+    for field in ("models", "routes", "networks"):
+        allowed, named = getattr(bound, field), getattr(key, field)
+        if allowed and not (named and set(named) <= set(allowed)):
+            return field
+    if bound.expires and not 0 < key.expires <= bound.expires:
+        return "expires"
+    limits = asdict(key.limits)
+    for field, most in asdict(bound.limits).items():
+        if most is not None and (limits[field] is None or limits[field] > most):
+            return f"limits.{field}"
+    return "" if set(bound.budgets) <= set(key.budgets) else "budgets"
 
 
 def _denied(message: str) -> PermissionDeniedError:
