@@ -78,7 +78,7 @@ def test_a_worker_that_is_stopped_hands_over_what_it_cannot_finish(house: Fleet)
 
 def test_a_worker_that_is_stopped_finishes_what_it_can_and_takes_nothing_new(house: Fleet) -> None:
     gateway = house.gateway()
-    house.echo(10.0)
+    house.echo(10.0, "--drain-timeout-s", "300")  # the long stream alone takes 30 s
     house.ready(gateway, 1)
     (old,) = house.workers.values()
 
