@@ -98,6 +98,7 @@ _ENGINE = (
     "engine",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_prefill_tokens",
     "max_num_queued_reqs",
     "max_num_queued_tokens",
     "team_queue_share",

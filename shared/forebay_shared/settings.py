@@ -159,6 +159,9 @@ class WorkerSettings:
     max_num_batched_tokens: Annotated[
         int, Meta(ge=0, description="token budget of one step; 0: 8192 on CUDA, 256 on CPU")
     ] = 0
+    max_num_prefill_tokens: Annotated[
+        int, Meta(ge=1, description="prompt tokens of a step in which others decode, at most")
+    ] = 2048
     max_num_queued_reqs: Annotated[
         int, Meta(ge=1, description="requests waiting in the worker; more are refused with a 503")
     ] = 1024

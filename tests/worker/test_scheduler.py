@@ -16,9 +16,17 @@ SIZE = 4
 class Bench:
     """A scheduler whose steps are computed by hand: every sampling row gets one more token."""
 
-    def __init__(self, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 16) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        budget: int = 16,
+        beside: int | None = None,
+    ) -> None:
         self.blocks = BlockManager(num_blocks, SIZE, revision="fake")
-        self.scheduler = Scheduler(self.blocks, max_num_seqs=max_num_seqs, token_budget=budget)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=max_num_seqs, token_budget=budget, prefill_budget=beside
+        )
         self._serials = count()
 
     def add(self, tokens: list[int], **fields: object) -> Sequence:
@@ -63,6 +71,35 @@ def test_decodes_come_first_and_never_wait_for_a_prefill() -> None:
     bench.add(list(range(100, 140)), priority=-1)
     assert shape(bench.step()) == [(0, 1, True), (1, 15, False)]
     assert shape(bench.step()) == [(0, 1, True), (1, 15, False)]
+
+
+def test_a_prefill_takes_less_of_a_step_in_which_others_decode() -> None:
+    bench = Bench(budget=16, beside=5)
+    bench.add([1, 2, 3])
+    bench.step()
+    for start in (100, 200):
+        bench.add(list(range(start, start + 7)))
+    assert shape(bench.step()) == [(0, 1, True), (1, 5, False)]
+    assert shape(bench.step()) == [(0, 1, True), (1, 2, True), (2, 3, False)]
+    assert shape(bench.step()) == [(0, 1, True), (1, 1, True), (2, 4, True)]
+
+
+def test_a_prefill_takes_the_whole_step_when_nobody_decodes() -> None:
+    bench = Bench(budget=16, beside=5)
+    bench.add(list(range(20)))
+    bench.add(list(range(100, 120)))
+    assert shape(bench.step()) == [(0, 16, False)]
+    assert shape(bench.step()) == [(0, 4, True), (1, 12, False)]
+    assert shape(bench.step()) == [(0, 1, True), (1, 5, False)]
+
+
+def test_every_prefill_moves_even_with_a_budget_below_their_number() -> None:
+    bench = Bench(num_blocks=512, budget=600, beside=1)
+    bench.add([1])
+    for at in range(3):  # a step scores 256 tokens of all prompts, and one of each at least
+        bench.add([2 + at] * 300, scores_prompt=True)
+    assert shape(bench.step())[2:] == [(3, 1, False), (1, 256, False)]
+    assert shape(bench.step()) == [(serial, 1, serial == 0) for serial in range(4)]
 
 
 def test_every_running_sequence_moves_even_with_a_budget_below_max_num_seqs() -> None:
