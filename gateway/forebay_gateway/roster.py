@@ -23,6 +23,7 @@ from forebay_shared.reader import Feed, Reader
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Beacon, Farewell, Load, RosterEvent
 
+from forebay_gateway.loading import Loading
 from forebay_gateway.routing import Pool
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class Roster:
         self._changed = asyncio.Event()
         self._snapshots = -1
         self._pools: dict[tuple[str, str], Pool[Worker]] = {}
+        self._loading = Loading()
 
     @property
     def ready(self) -> bool:
@@ -155,12 +157,16 @@ class Roster:
         """The card that serves `name` (any of its names).
 
         Raises:
-            NoWorkerError: no worker has ever been seen.
+            NoWorkerError: no worker has ever been seen, or one is still loading the model.
             ModelNotFoundError: workers are known, but none serves this name.
         """
         for card in self._known():
             if name in card.names:
                 return card
+        if name in self._loading:
+            raise NoWorkerError(
+                "The model is still loading. Please retry.", param="model", retry_after_s=5.0
+            )
         if not self._cards:
             raise NoWorkerError("No worker is ready yet. Please retry.", retry_after_s=2.0)
         raise ModelNotFoundError("The model does not exist or is not served here.", param="model")
@@ -217,6 +223,7 @@ class Roster:
         """Takes the events of one packet."""
         for event in events:
             if isinstance(event, Farewell):
+                self._loading.drop(event.worker)
                 self._lose(event.worker, "said farewell")
             else:
                 self._take(event)
@@ -228,13 +235,23 @@ class Roster:
         if reader.reconnects != self._snapshots:
             self._snapshots = reader.reconnects
             self._join()
+        heard_at, steady_since = reader.heard_at, reader.steady_since
+
+        def lapsed(seen_at: float) -> bool:
+            return heard_at - max(seen_at, steady_since) > LEASE_S
+
+        self._loading.expire(lapsed)
         for worker in list(self._workers.values()):
-            if reader.heard_at - max(worker.seen_at, reader.steady_since) > LEASE_S:
+            if lapsed(worker.seen_at):
                 self._lose(worker.name, "lapsed")
         self._drop_old_cards()
 
     def _take(self, beacon: Beacon) -> None:
         worker = self._workers.get(beacon.worker)
+        if beacon.loading:
+            if worker is None:  # else it has come late
+                self._loading.take(beacon, asyncio.get_running_loop().time())
+            return
         if worker is None:
             worker = self._workers[beacon.worker] = Worker(beacon.worker, self._free_number())
             log.info("worker %s joined", beacon.worker)
@@ -262,6 +279,8 @@ class Roster:
 
     def _opened(self, worker: Worker, was_open: bool) -> None:
         self._metrics.workers.set(len(self._workers))
+        if worker.card is not None:
+            self._loading.drop(worker.name)
         if worker.open and not was_open:
             self._changed.set()
             self._changed = asyncio.Event()

@@ -341,6 +341,8 @@ class Beacon(msgspec.Struct, frozen=True, tag="beacon", omit_defaults=True, kw_o
     draining: bool = False
     digest: int = -1
     """The number of its last Digest; -1: it publishes none."""
+    loading: tuple[str, ...] = ()
+    """The models that it will serve once they are loaded; `draining` until then, without a card."""
 
 
 class Farewell(msgspec.Struct, frozen=True, tag="farewell", kw_only=True):

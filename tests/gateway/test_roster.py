@@ -5,6 +5,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from bus_house import job, run_job, workers
 from forebay_gateway.app import create_app
@@ -13,6 +14,7 @@ from forebay_gateway.roster import LEASE_S, SETTLE_S, Roster
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import ModelNotFoundError, NoWorkerError
+from forebay_shared.models import ModelCard, content_hash
 from forebay_shared.reader import Reader
 from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.supervise import Supervisor
@@ -20,6 +22,8 @@ from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Beacon, Farewell, Load
 from prometheus_client import CollectorRegistry
 from redis_house import RedisServer, WaitUntil
+
+STILL_LOADING = "The model is still loading. Please retry."
 
 
 @asynccontextmanager
@@ -155,6 +159,39 @@ async def test_a_worker_without_a_readable_card_gets_nothing(quiet_roster: Roste
     assert not quiet_roster.ready
     quiet_roster.receive([Farewell(worker="w1"), Farewell(worker="never seen")])
     assert quiet_roster.workers == []
+
+
+async def test_a_model_is_loading_until_its_card_is_there_or_its_worker_is_gone(
+    redis_url: str, quiet_roster: Roster, wait_until: WaitUntil, session_redis: RedisServer
+) -> None:
+    def answer() -> str:
+        try:
+            return quiet_roster.find("late").name
+        except (NoWorkerError, ModelNotFoundError) as error:
+            return error.message
+
+    loading = Beacon(worker="w2", card="", load=Load(), draining=True, loading=("late",))
+    quiet_roster.receive([loading])
+    assert answer() == STILL_LOADING
+    assert (quiet_roster.workers, quiet_roster.ready) == ([], False)
+    quiet_roster.receive([Farewell(worker="w2")])
+    assert answer() == "No worker is ready yet. Please retry."
+    quiet_roster.receive([loading])
+    now = asyncio.get_running_loop().time()
+    quiet_roster.check(Clock(now + LEASE_S + 0.1, now - 100))
+    assert answer() != STILL_LOADING, "it went silent"
+    quiet_roster.receive([loading])
+    card = msgspec.msgpack.encode(
+        ModelCard(
+            names=("late",), revision="v", family="echo", engine="echo", tokenizer="t",
+            vocab_size=9, max_model_len=9, block_size=1, created=1,
+        )
+    )  # fmt: skip
+    session_redis.client.set(keys.worker_card("w2"), card, px=keys.STREAM_TTL_MS)
+    quiet_roster.receive([Beacon(worker="w2", card=content_hash(card), load=Load()), loading])
+    assert answer() == STILL_LOADING, "its card is on its way; its last word of loading came late"
+    await wait_until(lambda: answer() == "late")
+    assert quiet_roster.ready
 
 
 async def test_what_was_just_placed_counts_until_a_report_includes_it(

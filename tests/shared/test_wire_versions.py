@@ -116,6 +116,7 @@ SAMPLES: dict[str, list[Any]] = {
     "roster": [
         Beacon(worker="w", card="c", load=LOAD),
         Beacon(worker="w", card="c", load=LOAD, draining=True, digest=4),
+        Beacon(worker="w", card="", load=Load(), draining=True, loading=("m", "alias")),
         Farewell(worker="w"),
     ],
     "cache": [

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from fleet_house import AUTH, Fleet, Gateway, fleet
+from fleet_house import AUTH, START_S, Fleet, Gateway, fleet
+from forebay_shared import keys
 from redis_house import redis_running
 from serve_house import until
 from upstream_fakes import Call, Upstream, hello, upstream
@@ -92,6 +93,61 @@ def test_a_worker_whose_upstream_is_away_gets_nothing(house: House) -> None:
         return all(said(chat(house, "far")) for _ in range(6)) and len(house.one.calls) > before
 
     until(heard, 30)
+
+
+def test_a_model_that_is_still_loading_is_no_unknown_one(house: House) -> None:
+    def refused() -> dict:
+        answer = chat(house, "late")
+        error = answer.json()["error"]
+        return {"status": answer.status_code, "code": error["code"], "text": error["message"],
+                "after": answer.headers.get("retry-after")}  # fmt: skip
+
+    unknown = refused()
+    assert (unknown["status"], unknown["code"]) == (404, "model_not_found")
+    listed = httpx.get(f"{house.gateway.base}/v1/models", headers=AUTH).json()["data"]
+    workers = house.gateway.metric("forebay_workers")
+    with upstream() as late:
+        late.close()
+        options = ("--engine", "http", "--upstream-url", late.url, "--served-model-name", "late")
+        dies = house.fleet.worker(*options)
+        until(lambda: refused()["status"] == 503, START_S)
+        assert refused() == {
+            "status": 503, "code": "no_worker", "after": "5",
+            "text": "The model is still loading. Please retry.",
+        }  # fmt: skip
+        assert chat(house, "later").status_code == 404, "nobody loads that one"
+        now = httpx.get(f"{house.gateway.base}/v1/models", headers=AUTH).json()["data"]
+        assert now == listed, "only what is served is listed"
+        assert house.gateway.metric("forebay_workers") == workers
+        dies.kill()
+        until(lambda: refused() == unknown)
+        lives = house.fleet.worker(*options)
+        until(lambda: refused()["status"] == 503, START_S)
+        statuses: set[int] = set()
+
+        def served() -> bool:
+            statuses.add(chat(house, "late").status_code)
+            return 200 in statuses
+
+        late.open_again()
+        until(served, START_S)
+        assert statuses <= {200, 503}, "it is known at every moment"
+        lives.kill()
+
+
+def test_a_model_that_cannot_be_loaded_is_unknown_at_once(house: House) -> None:
+    members = house.fleet.redis.client.hkeys(keys.members())
+    with upstream() as bad:
+        bad.close()
+        options = ("--engine", "http", "--upstream-url", bad.url, "--served-model-name", "never")
+        worker = house.fleet.worker(*options)
+        until(lambda: chat(house, "never").status_code == 503, START_S)
+        bad.models = b"<html>"
+        bad.open_again()
+        assert worker.process.wait(START_S) == 2
+        left = set(house.fleet.redis.client.hkeys(keys.members())) - set(members)
+        assert left == set(), "it took back what it had said"
+        until(lambda: chat(house, "never").status_code == 404)
 
 
 def test_a_worker_that_dies_before_a_word_is_replaced(house: House) -> None:

@@ -23,10 +23,12 @@ from forebay_shared.telemetry import EngineMetrics, WorkerMetrics
 from forebay_shared.tracing import opened
 from prometheus_client import CollectorRegistry
 
+from forebay_worker.announcement import Announcement
 from forebay_worker.beacon import Presence
 from forebay_worker.digest import Digests
 from forebay_worker.door import Bounds
 from forebay_worker.engines.base import Engine
+from forebay_worker.engines.naming import expected_names
 from forebay_worker.engines.registry import build
 from forebay_worker.service import Service
 from forebay_worker.watchdog import Watchdog
@@ -43,17 +45,27 @@ ENGINE_STOP_S = 5.0
 def run(settings: WorkerSettings) -> int:
     """Runs one worker process; returns its exit code. Raises StartError before anything runs."""
     configure_logging(settings.log_level, "worker")
-    engine = build(settings)
-    collector.calm()
-    try:
-        with (
-            opened(settings.otlp_traces_endpoint, "forebay-worker") as tracing,
-            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        ):
-            runner.run(serve(settings, engine, tracing=tracing, alarm=_end_unless_called))
-    except Exception:
-        log.exception("the worker failed")
-        return 1
+    worker = keys.incarnation()
+    with Announcement(settings.redis_url, worker, expected_names(settings)) as announced:
+        engine = build(settings)
+        collector.calm()
+        try:
+            with (
+                opened(settings.otlp_traces_endpoint, "forebay-worker") as tracing,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            ):
+                serving = serve(
+                    settings,
+                    engine,
+                    worker=worker,
+                    loaded=announced.end,
+                    tracing=tracing,
+                    alarm=_end_unless_called,
+                )
+                runner.run(serving)
+        except Exception:
+            log.exception("the worker failed")
+            return 1
     return 0
 
 
@@ -61,14 +73,19 @@ async def serve(
     settings: WorkerSettings,
     engine: Engine,
     *,
+    worker: str = "",
+    loaded: Callable[[], None] = lambda: None,
     stop: asyncio.Event | None = None,
     tracing: "Tracing | None" = None,
     alarm: Callable[[float], None] = lambda _: None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT or `stop`, then drains. Raises what a failed task raised. For
-    `alarm` see `Watchdog`."""
+    """Serves until SIGTERM, SIGINT or `stop`, then drains. Raises what a failed task raised.
+
+    `worker` is this incarnation's name, where it has one yet; `loaded` is called before its first
+    beacon. For `alarm` see `Watchdog`.
+    """
     stop = stop or _stop_on_signals()
-    worker = keys.incarnation()
+    worker = worker or keys.incarnation()
     card = engine.card
     metrics = EngineMetrics(
         CollectorRegistry(),
@@ -99,6 +116,7 @@ async def serve(
             tasks.start("reader", reader.run())
             tasks.start("watch", service.watch())
             tasks.start("watchdog", watchdog.run())
+            loaded()
             tasks.start("beacon", presence.run())
             log.info("worker %s serves %s", worker, card.name)
             await _stopped(stop, tasks)

@@ -19,7 +19,7 @@ from forebay_shared.models import (
 )
 from forebay_shared.settings import WorkerSettings
 
-from forebay_worker.checkpoint import CheckpointError, public_name
+from forebay_worker.checkpoint import CheckpointError
 from forebay_worker.checkpoint.directory import weight_files
 from forebay_worker.engines.generation import (
     FILE,
@@ -28,6 +28,7 @@ from forebay_worker.engines.generation import (
     generation_defaults,
     read_json,
 )
+from forebay_worker.engines.naming import names_of
 
 CAPABILITIES = frozenset(
     {
@@ -135,7 +136,7 @@ class ModelFiles:
         if template is not None:
             blobs[content_hash(template.encode())] = template.encode()
         card = ModelCard(
-            names=self._settings.served_model_name or (public_name(self._settings.model).lower(),),
+            names=names_of(self._settings),
             revision=revision,
             family=self._config.model_type,
             engine=engine,
