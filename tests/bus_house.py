@@ -13,8 +13,12 @@ from forebay_shared import keys
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import Delta, Done, Started
 
+LONG_LEASE_S = 60.0
 _WORKER = """
 import sys
+from forebay_shared import keys
+if sys.argv[5] != "0.0":
+    keys.LEASE_MS = int(float(sys.argv[5]) * 1000)  # before anybody else has read it
 from forebay_shared.settings import Secret, WorkerSettings
 from forebay_worker.main import run
 sys.exit(run(WorkerSettings(
@@ -28,9 +32,14 @@ class WorkerProcess:
     """A real worker with the echo engine."""
 
     def __init__(
-        self, url: str, delay_ms: float = 0.0, drain_s: float = 5.0, cache_blocks: int = 0
+        self,
+        url: str,
+        delay_ms: float = 0.0,
+        drain_s: float = 5.0,
+        cache_blocks: int = 0,
+        lease_s: float = 0.0,
     ) -> None:
-        options = [str(delay_ms), str(drain_s), str(cache_blocks)]
+        options = [str(delay_ms), str(drain_s), str(cache_blocks), str(lease_s)]
         arguments = [sys.executable, "-c", _WORKER, url, *options]
         self.process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
 
@@ -50,9 +59,13 @@ def workers(
     delay_ms: float = 0.0,
     drain_s: float = 5.0,
     cache_blocks: int = 0,
+    lease_s: float = 0.0,
 ) -> Iterator[list[WorkerProcess]]:
-    """Starts `count` workers; kills what is left of them. The list may grow meanwhile."""
-    running = [WorkerProcess(url, delay_ms, drain_s, cache_blocks) for _ in range(count)]
+    """Starts `count` workers; kills what is left of them. The list may grow meanwhile.
+
+    `lease_s` takes the place of the usual lease, in the workers.
+    """
+    running = [WorkerProcess(url, delay_ms, drain_s, cache_blocks, lease_s) for _ in range(count)]
     try:
         yield running
     finally:

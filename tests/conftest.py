@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
+from patience import PATIENCE_S, START_S
 from redis_house import RedisServer, WaitUntil, redis_running
 from serve_house import starting
 
 if TYPE_CHECKING:
     from tiny_house import Tiny
+
+# The same examples in each run, however slow the machine; `--hypothesis-profile explore` draws new
+# ones.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("same")
 
 if shutil.which("nvidia-smi") is None:
     # Triton reads it when it is first imported, which another test's imports may do.
@@ -41,7 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Tiny"]:
     home = make_directory(tmp_path_factory.mktemp("tiny"))
     with starting() as start:
         server = start(str(home), "--served-model-name", MODEL, "--max-model-len", str(MAX_LEN))
-        tiny = Tiny(server.wait_ready(240), home)
+        tiny = Tiny(server.wait_ready(START_S), home)
         with tiny.http:
             yield tiny
 
@@ -66,9 +74,9 @@ def redis_server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def wait_until() -> WaitUntil:
-    """`await wait_until(condition, timeout_s=10)`: fails when the condition stays false."""
+    """`await wait_until(condition)`: fails when the condition stays false."""
 
-    async def wait(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async def wait(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the condition stayed false"

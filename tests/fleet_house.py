@@ -17,15 +17,21 @@ from collections.abc import Callable, Iterator
 from typing import IO
 
 import httpx
+from patience import PATIENCE_S, START_S
 from redis import Redis
 from redis_house import RedisServer
 from serve_house import until
+from storm_house import HeldPort
 
 KEY = "sk-fleet"
-START_S = 240.0
 _NAME = re.compile(r"worker (\w+) serves")
+LONG_LEASE_S = 60.0
+"""For tests where no worker is to be lost but by its own end: however a machine pauses."""
 _RUN = """
 import ctypes, os, signal, sys, threading, time
+if lease := float(os.environ.pop("TEST_LEASE_S", 0)):
+    from forebay_shared import keys
+    keys.LEASE_MS = int(lease * 1000)  # before anybody else has read it
 if pace := float(os.environ.pop("TEST_PACE_S", 0)):
     from forebay_worker.engine.core import EngineCore
     step = EngineCore.step
@@ -122,7 +128,7 @@ class Worker(Process):
 
 
 class Gateway(Process):
-    """Listens on `port` of `host`; 0: any."""
+    """Listens on `port` of `host`, or on one that is kept for it and for who comes after it."""
 
     def __init__(
         self,
@@ -132,22 +138,28 @@ class Gateway(Process):
         log: IO[str] | None = None,
         **variables: str,
     ) -> None:
-        listener = socket.create_server((host, port))
+        self._held = None if port else HeldPort(host)
+        listener = socket.create_server((host, self._held.number if self._held else port))
         self.port = listener.getsockname()[1]
         self.base = f"http://{host}:{self.port}"
         fd = listener.fileno()
         super().__init__("gateway", "--fd", str(fd), *arguments, fds=(fd,), log=log, **variables)
         listener.close()
 
+    def close(self) -> None:
+        super().close()
+        if self._held is not None:
+            self._held.close()
+
     def get(self, path: str, key: str = KEY) -> httpx.Response | None:
         """None when nobody answers."""
         headers = {"authorization": f"Bearer {key}"}
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(self.base + path, timeout=10, headers=headers)
+            return httpx.get(self.base + path, timeout=30, headers=headers)
         return None
 
     def post(self, path: str, body: dict) -> httpx.Response:
-        return httpx.post(self.base + path, json=body, timeout=60, headers=AUTH)
+        return httpx.post(self.base + path, json=body, timeout=PATIENCE_S, headers=AUTH)
 
     @property
     def ready(self) -> bool:
@@ -172,8 +184,9 @@ AUTH = {"authorization": f"Bearer {KEY}"}
 class Fleet:
     """The processes of one test, and where its requests go."""
 
-    def __init__(self, redis: RedisServer) -> None:
+    def __init__(self, redis: RedisServer, lease_s: float = 0.0) -> None:
         self.redis = redis
+        self._lease_s = lease_s
         self.processes: list[Process] = []
         self.placements: list[str] = []
         """The worker of each attempt of a generation, in order, once it is watched."""
@@ -236,7 +249,8 @@ class Fleet:
             self._watcher.join()
 
     def _variables(self, more: dict[str, str]) -> dict[str, str]:
-        return {"FOREBAY_REDIS_URL": self.redis.url, "FOREBAY_API_KEY": KEY} | more
+        lease = {"TEST_LEASE_S": str(self._lease_s)} if self._lease_s else {}
+        return {"FOREBAY_REDIS_URL": self.redis.url, "FOREBAY_API_KEY": KEY} | lease | more
 
     def _watch(self) -> None:
         with contextlib.suppress(Exception):  # Redis has ended
@@ -248,8 +262,9 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(redis: RedisServer) -> Iterator[Fleet]:
-    house = Fleet(redis)
+def fleet(redis: RedisServer, lease_s: float = 0.0) -> Iterator[Fleet]:
+    """`lease_s` takes the place of the usual lease of a process."""
+    house = Fleet(redis, lease_s)
     house.watch()
     try:
         yield house
@@ -263,7 +278,7 @@ def stream(
     """The raw bytes of an event stream; `seen(k)` is called when k events have come."""
     raw, count = b"", 0
     with (
-        httpx.Client(timeout=120, headers=AUTH) as client,
+        httpx.Client(timeout=PATIENCE_S, headers=AUTH) as client,
         client.stream("POST", gateway.base + path, json={**body, "stream": True}) as answer,
     ):
         if answer.status_code != 200:

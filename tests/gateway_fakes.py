@@ -34,6 +34,7 @@ from forebay_shared.settings import GatewaySettings
 from forebay_shared.supervise import Supervisor
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Delta, Done, FinishReason, Started, TokenLogprobs, Usage
+from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import (
     AddedToken,
@@ -344,12 +345,12 @@ def running_api(
     headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
     with (
         serving(backend, settings) as (url, server),
-        httpx.Client(base_url=url, headers=headers, timeout=20) as http,
+        httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S) as http,
     ):
         yield Api(url, backend, http, server)
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
     """Waits for a condition, not for time."""
     end = time.monotonic() + timeout_s
     while not condition():
@@ -360,7 +361,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0
 def exchange(url: str, sent: bytes) -> tuple[int, bytes, bytes]:
     """Sends bytes as they are; status, head and body of what comes back until the server closes."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         connection.sendall(sent)
         received = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, body = received.partition(b"\r\n\r\n")

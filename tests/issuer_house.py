@@ -11,6 +11,7 @@ from typing import Any
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
+from patience import PATIENCE_S
 
 ISS = "https://login.example.com/"
 AUDIENCE = "forebay"
@@ -34,7 +35,14 @@ class Signer:
     def token(self, *, head: dict[str, Any] | None = None, without: str = "", **claims: Any) -> str:
         """A token that is good but for what is said; `without` is a claim to leave out."""
         now = time.time()
-        said = {"iss": ISS, "aud": AUDIENCE, "sub": "ann", "iat": now, "exp": now + 600, **claims}
+        said = {
+            "iss": ISS,
+            "aud": AUDIENCE,
+            "sub": "ann",
+            "iat": now,
+            "exp": now + 86_400,
+            **claims,
+        }
         said.pop(without, None)
         return jwt.encode(said, self.private, self.algorithm, {"kid": self.kid, **(head or {})})
 
@@ -56,7 +64,7 @@ class KeyServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 house.asked += 1
-                house.held.wait(30)
+                house.held.wait(PATIENCE_S)
                 body = house.body
                 if body is None:
                     body = json.dumps({"keys": house.keys}).encode()

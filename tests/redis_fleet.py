@@ -9,20 +9,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from patience import PATIENCE_S
 from redis import Redis
 from redis.exceptions import RedisError
 from redis_house import redis_binary
-from storm_house import free_port
+from storm_house import HeldPort
 
 SLOTS = 16_384
-UP_S = 60.0
 
 
 class Node:
     """A redis-server on a TCP port of this machine."""
 
     def __init__(self, *options: str) -> None:
-        self.port = free_port()
+        self._held = HeldPort()
+        self.port = self._held.number
         self.directory = Path(tempfile.mkdtemp(prefix="fb-node-"))
         self.options = options
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,6 +44,12 @@ class Node:
             self._process.wait()
             self._process = None
 
+    def remove(self) -> None:
+        """Ends it, and gives up its port and its files."""
+        self.kill()
+        self._held.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def _answers(self) -> bool:
         return bool(self.client.ping())
 
@@ -51,6 +58,9 @@ class Cluster:
     """`primaries` that share the slots, each with `replicas` of its own."""
 
     def __init__(self, primaries: int, replicas: int) -> None:
+        self._buses: list[HeldPort] = []
+        self._timeout_ms = 2_000 if replicas else 15_000
+        """Where none takes over, nobody is to be given up: however a machine pauses."""
         self.primaries = [self._node() for _ in range(primaries)]
         self.replicas = [[self._node() for _ in range(replicas)] for _ in range(primaries)]
         self.url = f"redis-cluster://127.0.0.1:{self.primaries[0].port}"
@@ -59,11 +69,12 @@ class Cluster:
     def nodes(self) -> list[Node]:
         return [*self.primaries, *(node for nodes in self.replicas for node in nodes)]
 
-    @staticmethod
-    def _node() -> Node:
+    def _node(self) -> Node:
+        bus = HeldPort()
+        self._buses.append(bus)
         return Node(
-            "--cluster-enabled", "yes", "--cluster-node-timeout", "2000",
-            "--cluster-port", str(free_port()), "--save", "",
+            "--cluster-enabled", "yes", "--cluster-node-timeout", str(self._timeout_ms),
+            "--cluster-port", str(bus.number), "--save", "",
         )  # fmt: skip
 
     def start(self) -> None:
@@ -86,6 +97,12 @@ class Cluster:
                     lambda node=node: node.client.info("replication")["master_link_status"] == "up"
                 )
         until(lambda: all(b"cluster_state:ok" in self._info(node) for node in self.nodes))
+
+    def remove(self) -> None:
+        for node in self.nodes:
+            node.remove()
+        for bus in self._buses:
+            bus.close()
 
     def owner(self, key: str) -> Node:
         """The primary that has a key."""
@@ -113,7 +130,7 @@ def cluster_running(primaries: int = 3, replicas: int = 0) -> Iterator[Cluster]:
         cluster.start()
         yield cluster
     finally:
-        _remove(cluster.nodes)
+        cluster.remove()
 
 
 class Watched:
@@ -140,7 +157,7 @@ class Watched:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + UP_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         with contextlib.suppress(RedisError):
             if condition():
@@ -156,10 +173,5 @@ def watched_running() -> Iterator[Watched]:
         watched.start()
         yield watched
     finally:
-        _remove([watched.sentinel, watched.primary, watched.replica])
-
-
-def _remove(nodes: list[Node]) -> None:
-    for node in nodes:
-        node.kill()
-        shutil.rmtree(node.directory, ignore_errors=True)
+        for node in (watched.sentinel, watched.primary, watched.replica):
+            node.remove()

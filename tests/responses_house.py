@@ -8,6 +8,7 @@ import openai
 from forebay_shared.models import CAP_GRAMMAR
 from forebay_shared.settings import GatewaySettings
 from gateway_fakes import MODEL, TEMPLATE, Api, Play, ScriptedBackend, running_api
+from patience import PATIENCE_S
 from response_transcripts import check_events, check_response, without_identity
 
 RESPONSES = "/v1/responses"
@@ -72,4 +73,4 @@ def prompt(api: Api) -> str:
 
 def sdk(api: Api) -> openai.OpenAI:
     key = api.http.headers.get("authorization", "Bearer none").removeprefix("Bearer ")
-    return openai.OpenAI(base_url=api.url + "/v1", api_key=key, max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=api.url + "/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)

@@ -12,17 +12,23 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
 import psutil
 import response_transcripts
+from forebay_gateway.admin.client import AdminClient
+from forebay_shared.settings import Secret
+from patience import PATIENCE_S, START_S
 from transcripts import check_stream
 
 READY = re.compile(r"forebay ready on (http://\S+)  model (\S+)  key (\S+)\n")
 STOP_S = 5.0
+"""So long a server takes to end at most, on a machine that it has for itself."""
 FAILURES = (openai.APIError, httpx2.HTTPError)
 """What the SDK raises when a server dies under it; of a cut stream it passes its library's own."""
 
@@ -54,14 +60,14 @@ class Serve:
     def _read(stream, into: list[str]) -> None:
         into.extend(iter(stream.readline, ""))
 
-    def wait_ready(self, timeout_s: float = 60.0) -> "Serve":
+    def wait_ready(self, timeout_s: float = START_S) -> "Serve":
         until(lambda: bool(self.stdout) or self.process.poll() is not None, timeout_s)
         match = READY.fullmatch("".join(self.stdout))
         assert match, (self.stdout, self.stderr)
         self.url, self.model, self.key = match.groups()
         return self
 
-    def wait_end(self, timeout_s: float = 60.0) -> int:
+    def wait_end(self, timeout_s: float = PATIENCE_S) -> int:
         status = self.process.wait(timeout_s)
         for reader in self._readers:
             reader.join(timeout_s)
@@ -74,18 +80,43 @@ class Serve:
 
     def client(self, **options) -> openai.OpenAI:
         """A client under which every stream that comes to its end is checked."""
-        options = {"max_retries": 0, "timeout": 30.0} | options
+        options = {"max_retries": 0, "timeout": PATIENCE_S} | options
         http = openai.DefaultHttpxClient(transport=CheckedTransport())
         return openai.OpenAI(base_url=self.url, api_key=self.key, http_client=http, **options)
 
-    def metric(self, name: str) -> float:
-        """The sum over a metric's series, from the one scrape of the base URL; -1 without any."""
-        with urllib.request.urlopen(
-            self.url.removesuffix("/v1") + "/metrics", timeout=10
-        ) as answer:
-            lines = answer.read().decode().splitlines()
-        found = [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)]
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over a metric's series with these labels, from the one scrape of the base URL; -1
+        without any."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        found = [line for line in self._series(name) if all(each in line for each in wanted)]
         return sum(float(line.rpartition(" ")[2]) for line in found) if found else -1.0
+
+    def mirrored(self) -> None:
+        """Waits until every gateway has all changes of the directory that were made before."""
+        self.agree("forebay_directory_revision")
+
+    def agree(self, metric: str, least: float = 0.0) -> None:
+        """Waits until all gateways say the same of something that only grows: not less than it was
+        for any of them when the wait began, and `least`."""
+        gateways = len(self.children("cli gateway"))
+        told: dict[str, float] = {}
+
+        def agreed() -> bool:
+            """The one that is scraped speaks of itself first, and of this moment."""
+            with ThreadPoolExecutor(2 * gateways) as pool:
+                scrapes = pool.map(self._series, [metric] * 2 * gateways)
+                for name, _, value in (scrape[0].rpartition(" ") for scrape in scrapes):
+                    told[name] = max(float(value), told.get(name, least))
+            return len(told) == gateways and len(set(told.values())) == 1
+
+        until(agreed)
+
+    def _series(self, name: str) -> list[str]:
+        """The lines of a metric, from the one scrape of the base URL."""
+        url = self.url.removesuffix("/v1") + "/metrics"
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            lines = answer.read().decode().splitlines()
+        return [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line)]
 
     def interrupt(self) -> list[psutil.Process]:
         """As Ctrl-C does. Returns the processes that were there, itself included."""
@@ -97,6 +128,22 @@ class Serve:
         if self.process.poll() is None:
             self.process.kill()  # what is below dies with it
             self.wait_end()
+
+
+class Admin(AdminClient):
+    """What it changes is on every gateway when the call returns."""
+
+    def __init__(self, server: Serve, key: Secret) -> None:
+        super().__init__(server.url, key)
+        self._server = server
+
+    def call(
+        self, method: str, path: str, body: object = None, query: Mapping[str, object] | None = None
+    ) -> dict[str, Any]:
+        answer = super().call(method, path, body, query)
+        if method != "GET":
+            self._server.mirrored()
+        return answer
 
 
 class CheckedTransport(httpx2.HTTPTransport):
@@ -170,14 +217,14 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition stayed false"
         time.sleep(0.01)
 
 
-def gone(processes: list[psutil.Process], timeout_s: float = STOP_S) -> None:
+def gone(processes: list[psutil.Process], timeout_s: float = PATIENCE_S) -> None:
     """Waits until none of `processes` runs; a zombie of a dead parent counts as gone."""
 
     def none_runs() -> bool:

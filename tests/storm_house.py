@@ -8,10 +8,27 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+class HeldPort:
+    """A port that is kept for one server, also while that does not run.
+
+    It is bound here and never listened on, so neither the kernel nor a neighbour takes it for
+    another socket; servers set SO_REUSEADDR and so may listen there.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((host, 0))
+        self.number: int = self._socket.getsockname()[1]
+
+    def __enter__(self) -> "HeldPort":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class Proxy:

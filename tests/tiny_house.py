@@ -11,6 +11,7 @@ import httpx
 import torch
 import transformers
 from gateway_fakes import SPECIALS, byte_level_tokenizer
+from patience import PATIENCE_S
 from serve_house import Serve
 
 TOKENIZER = byte_level_tokenizer()
@@ -57,7 +58,7 @@ class Tiny:
         self.http = httpx.Client(
             base_url=server.url,
             headers={"authorization": f"Bearer {server.key}"},
-            timeout=60,
+            timeout=PATIENCE_S,
         )
 
     def chat(self, **fields: object) -> httpx.Response:

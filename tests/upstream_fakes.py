@@ -10,6 +10,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from patience import PATIENCE_S
+from storm_house import HeldPort
+
 Handler = Callable[["Call"], Awaitable[None]]
 
 
@@ -72,7 +75,7 @@ class Upstream:
         self.handler: Handler = hello
         self.models: object = {"data": [{"id": "far", "owned_by": "vllm", "max_model_len": 4096}]}
         self.status = 200
-        self.port = 0
+        self._held = HeldPort()
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -80,15 +83,14 @@ class Upstream:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        return f"http://127.0.0.1:{self._held.number}/v1"
 
     def start(self) -> None:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self.listen(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.listen(), self._loop).result(PATIENCE_S)
 
     async def listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._held.number)
 
     def close(self) -> None:
         """No connection is taken any more, and those that are open are cut."""
@@ -99,15 +101,16 @@ class Upstream:
             for writer in self._writers:
                 writer.transport.abort()
 
-        asyncio.run_coroutine_threadsafe(closed(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(closed(), self._loop).result(PATIENCE_S)
 
     def open_again(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.listen(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.listen(), self._loop).result(PATIENCE_S)
 
     def end(self) -> None:
         self.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
+        self._held.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

@@ -39,8 +39,9 @@ BLOCK_MS = 250
 READ_COUNT = 256
 TRIM_EVERY = 512
 """Entries read between two upkeeps, at most."""
-GAP_S = 2.0
-"""Redis answers at least every BLOCK_MS; a longer silence than this is an outage."""
+GAP_S = 1.0
+"""Redis answers at least every BLOCK_MS; a longer silence than this is an outage, or a stall of our
+own. A shorter one costs nobody a lease, which outlasts the second between two beacons by 1.5 s."""
 
 _RUN_ID = re.compile(rb"run_id:(\w+)")
 

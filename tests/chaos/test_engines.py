@@ -15,7 +15,7 @@ from redis_house import redis_running
 from requests_mix import TINY, TinyMix
 from serve_house import until
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 SMALL_POOL = 40 * 16 * 512
 """40 blocks of 16 tokens."""

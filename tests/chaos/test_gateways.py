@@ -11,7 +11,7 @@ from forebay_shared import keys
 from requests_mix import echo_leaver, echo_stream
 from serve_house import until
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 STREAMS = 200
 

@@ -22,7 +22,7 @@ from redis_house import RedisServer, redis_running
 from requests_mix import COMPLETIONS, Ask, echo_mix
 from serve_house import until
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 PORT, SLOW_PORT, DELAY_S = 6379, 6380, 0.1
 

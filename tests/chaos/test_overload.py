@@ -20,7 +20,7 @@ from requests_mix import echo_stream
 from serve_house import FAILURES, until
 from vigil import vigil
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 SEATS, QUEUE = 8, 16
 

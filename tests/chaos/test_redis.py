@@ -19,7 +19,7 @@ from redis_house import RedisServer, redis_running
 from requests_mix import echo_mix
 from serve_house import until
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 
 def test_18_redis_killed_and_started_with_its_data(

@@ -12,7 +12,7 @@ from requests_mix import COMPLETIONS, Ask, echo_stream
 from serve_house import until
 from vigil import vigil
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 
 def _too_long(rng: random.Random) -> Ask:

@@ -10,7 +10,7 @@ from redis_house import redis_running
 from requests_mix import echo_stream, shared_mix
 from serve_house import until
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 
 def test_01_a_worker_killed_with_requests_in_its_queue(rng: random.Random) -> None:

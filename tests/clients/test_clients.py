@@ -24,7 +24,7 @@ def servers() -> Iterator[tuple[Serve, Serve]]:
     with starting() as start:
         model = start("--embedding-model", "minilm")
         echo = start("--engine", "echo", "--reasoning-parser", "qwen3", *narrow)
-        yield model.wait_ready(240), echo.wait_ready()
+        yield model.wait_ready(), echo.wait_ready()
 
 
 @pytest.fixture(scope="session")

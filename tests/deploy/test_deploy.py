@@ -14,6 +14,7 @@ import openai
 import pytest
 import yaml
 from compose_spec import PyCompose
+from patience import PATIENCE_S
 from redis import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 from serve_house import until
@@ -116,11 +117,11 @@ def test_the_topology_serves_through_every_gateway_and_outlives_the_end_of_a_wor
         workers = [house.start("worker-cpu", FOREBAY_ENGINE="echo") for _ in range(2)]
         clients = [_client(house, gateway) for gateway in gateways]
         for gateway in gateways:
-            until(lambda name=gateway: _sees_two_workers(house, name), 60)
+            until(lambda name=gateway: _sees_two_workers(house, name))
         for client in clients:
             assert _say(client) == "hello fleet"
         house.process(workers[0]).terminate()
-        assert house.process(workers[0]).wait(40) == 0, house.log(workers[0])
+        assert house.process(workers[0]).wait(PATIENCE_S) == 0, house.log(workers[0])
         for client in clients:
             assert _say(client) == "hello fleet"
         with pytest.raises(openai.AuthenticationError):
@@ -128,7 +129,7 @@ def test_the_topology_serves_through_every_gateway_and_outlives_the_end_of_a_wor
         _check_rights(house)
         _check_dashboards(house, gateways[0])
         house.process(gateways[0]).terminate()
-        assert house.process(gateways[0]).wait(40) == 0, house.log(gateways[0])
+        assert house.process(gateways[0]).wait(PATIENCE_S) == 0, house.log(gateways[0])
 
 
 def _check_rights(house: Topology) -> None:
@@ -157,7 +158,9 @@ def _check_dashboards(house: Topology, gateway: str) -> None:
 
 def _client(house: Topology, gateway: str) -> openai.OpenAI:
     url = f"http://{house.addresses[gateway]}:8000/v1"
-    return openai.OpenAI(base_url=url, api_key=house.secret("api_key"), timeout=30, max_retries=0)
+    return openai.OpenAI(
+        base_url=url, api_key=house.secret("api_key"), timeout=PATIENCE_S, max_retries=0
+    )
 
 
 def _say(client: openai.OpenAI) -> str | None:

@@ -1,8 +1,9 @@
 """compose.yaml as processes: the same commands, variables and secrets, without a container engine.
 
-Each container becomes a process with a loopback address of its own (127.77.0.N, so every gateway
-may listen on port 8000), `redis` in a URL becomes that address, and what is mounted or written
-lives in a temporary folder. What this cannot show: images, users, capabilities and networks.
+Each container becomes a process with a loopback address of its own (so every gateway may listen on
+port 8000, beside those of another run), `redis` in a URL becomes that address, and what is mounted
+or written lives in a temporary folder. What this cannot show: images, users, capabilities and
+networks.
 """
 
 import os
@@ -43,6 +44,7 @@ class Topology:
         self._folder = Path(tempfile.mkdtemp(prefix="fb-topology-"))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._number = 0
+        self._network = f"127.{64 + os.getpid() // 256 % 128}.{os.getpid() % 256}"
         self.addresses: dict[str, str] = {}
 
     def __enter__(self) -> "Topology":
@@ -71,7 +73,7 @@ class Topology:
         service = self._compose["services"][name]
         self._number += 1
         own = f"{name}-{self._number}"
-        address = self.addresses[own] = f"127.77.0.{self._number + 1}"
+        address = self.addresses[own] = f"{self._network}.{self._number + 1}"
         self.addresses.setdefault(name, address)
         environment = {
             key: self._here("" if value is None else str(value), address)
@@ -113,6 +115,6 @@ class Topology:
         shutil.copy(ROOT / "deploy/make-secrets", deploy)
         subprocess.run([deploy / "make-secrets"], check=True, stdout=subprocess.DEVNULL)
         url = deploy / "secrets/redis_url"
-        text = url.read_text().replace("@redis:", "@127.77.0.2:")
+        text = url.read_text().replace("@redis:", f"@{self._network}.2:")
         url.chmod(0o600)
         url.write_text(text)

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from gateway_fakes import wait_until
+from patience import PATIENCE_S
 from transcripts import check_error
 
 PROGRAM = """
@@ -44,7 +45,7 @@ def test_a_gateway_without_redis_lives_is_not_ready_and_ends_with_zero(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     process = start(fd=listener.fileno(), redis_url=f"unix://{tmp_path}/none.sock")
     try:
-        with httpx.Client(base_url=url, timeout=30) as http:
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
             assert http.get("/health").status_code == 200
             for answer in (
                 http.get("/ready"),
@@ -55,12 +56,12 @@ def test_a_gateway_without_redis_lives_is_not_ready_and_ends_with_zero(
                 check_error(answer.content)
     finally:
         process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_port_in_use_is_one_line(listener: socket.socket, tmp_path: Path) -> None:
     process = start(port=listener.getsockname()[1], redis_url=f"unix://{tmp_path}/none.sock")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     (line,) = errors.splitlines()
     assert "cannot listen on 127.0.0.1" in line
@@ -70,15 +71,15 @@ def test_a_port_in_use_is_one_line(listener: socket.socket, tmp_path: Path) -> N
 def test_ctrl_c_ends_a_gateway_too(listener: socket.socket, tmp_path: Path) -> None:
     process = start(fd=os.dup(listener.fileno()), redis_url=f"unix://{tmp_path}/none.sock")
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/health"
-    wait_until(lambda: httpx.get(url, timeout=30).status_code == 200, "it answers")
+    wait_until(lambda: httpx.get(url, timeout=PATIENCE_S).status_code == 200, "it answers")
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_signal_before_it_serves_is_not_lost(listener: socket.socket, tmp_path: Path) -> None:
     process = start(fd=listener.fileno(), redis_url=f"unix://{tmp_path}/none.sock")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) in (0, -signal.SIGTERM)
+    assert process.wait(PATIENCE_S) in (0, -signal.SIGTERM)
 
 
 BROKEN = """
@@ -99,6 +100,6 @@ def test_a_gateway_whose_reader_has_crashed_ends_so_that_another_can_start(
         text=True,
         pass_fds=[listener.fileno()],
     )
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "gateway.reader failed" in log

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from forebay_gateway.bench.client import Client, Outcome, chat_body, completion_body
 from forebay_gateway.bench.metrics import measure
+from patience import PATIENCE_S
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 
@@ -155,7 +156,7 @@ async def test_nobody_listening_is_a_connect_failure() -> None:
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
     await server.wait_closed()
-    async with Client(url, "/v1/x", headers={}, timeout_s=30) as client:
+    async with Client(url, "/v1/x", headers={}, timeout_s=PATIENCE_S) as client:
         assert (await client.stream(b"{}")).error == "connect"
 
 

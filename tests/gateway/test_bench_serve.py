@@ -15,6 +15,7 @@ from forebay_gateway.bench.main import main
 from forebay_gateway.bench.metrics import Metrics, Summary
 from forebay_gateway.bench.options import parse
 from forebay_gateway.bench.report import text_report
+from patience import PATIENCE_S
 
 
 class Upstream:
@@ -169,7 +170,7 @@ async def test_no_more_requests_are_open_than_allowed() -> None:
     host, port = runner.addresses[0]
     body = json.dumps({"prompt": [1], "max_tokens": 20}).encode()
     async with Client(
-        f"http://{host}:{port}", "/v1/completions", headers={}, timeout_s=60
+        f"http://{host}:{port}", "/v1/completions", headers={}, timeout_s=PATIENCE_S
     ) as client:
         outcomes, _ = await play(client, [body] * 12, [0.0] * 12, max_concurrency=3)
     await runner.cleanup()

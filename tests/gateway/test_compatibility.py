@@ -20,6 +20,7 @@ from forebay_gateway.api.tokens import DetokenizeRequest, TokenizeRequest
 from forebay_shared.telemetry import EngineMetrics
 from gateway_fakes import MODEL
 from parameter_decisions import DECISIONS, NOT_OF_TEXTS
+from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry, generate_latest
 from redis_house import RedisServer
 from responses_house import TALKING_TEMPLATE, responding
@@ -268,7 +269,9 @@ def send(session_redis: RedisServer) -> Iterator[Send]:
     ):
         house = start("--engine", "echo", "--embedding-model", EMBEDDER).wait_ready()
         headers = {"authorization": f"Bearer {house.key}"}
-        with httpx.Client(base_url=house.url.removesuffix("/v1"), headers=headers) as embedding:
+        with httpx.Client(
+            base_url=house.url.removesuffix("/v1"), headers=headers, timeout=PATIENCE_S
+        ) as embedding:
 
             def post(path: str, body: dict[str, object]) -> httpx.Response:
                 embeds = body.get("model") == EMBEDDER

@@ -251,7 +251,7 @@ async def test_a_prefix_finds_its_worker_through_any_gateway_until_that_is_kille
     with workers(redis_url, 2, delay_ms=20, cache_blocks=4096) as running:
         async with gateway(redis_url) as one, gateway(redis_url) as two:
             for backend in (one, two):
-                await wait_until(lambda b=backend: len(b.roster.workers) == 2, 60)
+                await wait_until(lambda b=backend: len(b.roster.workers) == 2)
             prompts, homes = list[list[int]](), list[str]()
             while len(set(homes)) < 2 or len(homes) < 4:
                 prompts.append([len(prompts), *range(1, 200)])
@@ -268,7 +268,7 @@ async def test_a_prefix_finds_its_worker_through_any_gateway_until_that_is_kille
                 assert await _placed(late, prompts[0]) == (homes[0], 192)
                 assert (await _placed(late, prompts[0], "another tenant"))[1] == 0
             running[0].kill()
-            await wait_until(lambda: len(one.roster.workers) == 1, 20)
+            await wait_until(lambda: len(one.roster.workers) == 1)
             orphan = next(at for at, home in enumerate(homes) if home not in one.roster.workers)
             assert await _placed(one, prompts[orphan]) == (one.roster.workers[0], 0)
             assert (await _placed(one, prompts[orphan]))[1] == 192

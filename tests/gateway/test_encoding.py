@@ -39,7 +39,7 @@ async def test_vectors_come_back_in_order(
     backend: Backend, redis_url: str, wait_until: WaitUntil
 ) -> None:
     with workers(redis_url, 1):
-        await wait_until(lambda: backend.roster.ready, 30)
+        await wait_until(lambda: backend.roster.ready)
         first, second = await _run(backend, _job(backend, [1, 1, 2], [3]))
         assert (first[1], first[2], second[3]) == (2.0, 1.0, 1.0)
 
@@ -49,8 +49,8 @@ async def test_a_worker_killed_in_the_middle_is_replaced(
     backend: Backend, redis_url: str, wait_until: WaitUntil
 ) -> None:
     with workers(redis_url, 2, delay_ms=400) as running:
-        await wait_until(lambda: len(backend.roster.workers) == 2, 30)
-        await wait_until(lambda: backend.roster.ready, 30)
+        await wait_until(lambda: len(backend.roster.workers) == 2)
+        await wait_until(lambda: backend.roster.ready)
         jobs = [_job(backend, [number + 1, 9]) for number in range(20)]
         answers = [asyncio.create_task(_run(backend, job)) for job in jobs]
         await wait_until(lambda: len(backend.inbox) == 20)
@@ -64,7 +64,7 @@ async def test_leaving_takes_the_job_off_the_worker(
     backend: Backend, redis_url: str, wait_until: WaitUntil
 ) -> None:
     with workers(redis_url, 1, delay_ms=300):
-        await wait_until(lambda: backend.roster.ready, 30)
+        await wait_until(lambda: backend.roster.ready)
         job = _job(backend, *[[1] * 2000] * 8)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
@@ -76,7 +76,7 @@ async def test_leaving_takes_the_job_off_the_worker(
             worker = backend.roster.get(name)
             return worker is not None and worker.seen_at > now and not worker.load.running
 
-        await wait_until(idle, 30)
+        await wait_until(idle)
 
 
 def test_a_ledger_takes_one_answer_that_fits() -> None:

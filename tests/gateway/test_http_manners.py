@@ -8,6 +8,7 @@ import pytest
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import ANSWER, MODEL, Api, exchange, running_api
 from messages import check_message_error
+from patience import PATIENCE_S
 from transcripts import check_answer, check_error, check_stream
 
 CHAT = "/v1/chat/completions"
@@ -158,7 +159,7 @@ def test_who_asks_before_sending_a_body_is_told_at_once(
 ) -> None:
     head = request(f"POST {CHAT}", *headers, "expect: 100-continue", body=BODY)[: -len(BODY)]
     host, port = api.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         connection.sendall(head)
         assert connection.recv(13) == expected
         if b"100" in expected:

@@ -14,8 +14,6 @@ from gateway_fakes import SPECIALS
 from poison_ward import Ward
 from tiny_house import MAX_LEN, MODEL, TOKENIZER, VOCAB, Tiny
 
-pytestmark = pytest.mark.timeout(300)
-
 MILLION = 10**6
 CHAT, TEXT, RESPONSES = "/chat/completions", "/completions", "/responses"
 ROUTES = {

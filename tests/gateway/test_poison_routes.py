@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from poison_ward import Ward
 from serve_house import starting
 from tiny_house import MODEL, VOCAB, Tiny
-
-pytestmark = pytest.mark.timeout(600)
 
 MILLION = 10**6
 EMBEDDER = "echo-embed"
@@ -68,9 +67,9 @@ Find = Callable[[str], Ward]
 def find(tiny: Tiny) -> Iterator[Find]:
     """The ward that a route belongs to: a server that generates, or one that embeds too."""
     with starting() as start:
-        house = start("--engine", "echo", "--embedding-model", EMBEDDER).wait_ready(240)
+        house = start("--engine", "echo", "--embedding-model", EMBEDDER).wait_ready()
         headers = {"authorization": f"Bearer {house.key}"}
-        with httpx.Client(base_url=house.url, headers=headers, timeout=60) as http:
+        with httpx.Client(base_url=house.url, headers=headers, timeout=PATIENCE_S) as http:
 
             def embed() -> str:
                 return http.post(EMBEDDINGS, json=SOUND[EMBEDDINGS]).json()["data"]

@@ -12,12 +12,11 @@ from forebay_gateway.encoding import EncodeJob
 from forebay_shared import keys
 from forebay_shared.errors import BusError
 from forebay_shared.settings import GatewaySettings, Secret
+from patience import PATIENCE_S
 from redis_fleet import Cluster, cluster_running, watched_running
 from redis_house import WaitUntil
 
 pytestmark = pytest.mark.chaos
-
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +36,8 @@ async def test_jobs_cancels_vectors_and_digests_go_over_a_cluster(
     async with connect(_settings(cluster.url)) as backend, connect(_settings(cluster.url)) as other:
         with workers(cluster.url, 2, delay_ms=5, cache_blocks=1000):
             for each in (backend, other):
-                await wait_until(lambda each=each: len(each.roster.workers) == 2, PATIENCE_S)
-                await wait_until(lambda each=each: each.roster.ready, PATIENCE_S)
+                await wait_until(lambda each=each: len(each.roster.workers) == 2)
+                await wait_until(lambda each=each: each.roster.ready)
             jobs = [
                 job(each, [n + 1, 9], tokens=50) for n in range(16) for each in (backend, other)
             ]
@@ -49,7 +48,7 @@ async def test_jobs_cancels_vectors_and_digests_go_over_a_cluster(
                 assert got.tokens[0] == expected(one.prompt, 50)
             async with backend.dispatcher.generate(job(backend, tokens=30_000)) as generation:
                 await answer(generation, until=3)
-            await wait_until(lambda: _running(backend) == 0, PATIENCE_S)
+            await wait_until(lambda: _running(backend) == 0)
             card = backend.roster.find("echo")
             encode = EncodeJob(request_id=keys.incarnation(), card=card, inputs=[[1, 2, 3]])
             async with backend.dispatcher.encode(encode) as encoding:
@@ -57,7 +56,7 @@ async def test_jobs_cancels_vectors_and_digests_go_over_a_cluster(
             long = list(range(1, 200))
             await run_job(backend, job(backend, long, tokens=2))
             for each in (backend, other):
-                await wait_until(lambda each=each: len(each.index) >= 12, PATIENCE_S)
+                await wait_until(lambda each=each: len(each.index) >= 12)
     tags = {bytes(key).split(b"}")[0] for key in cluster.names()}
     assert len(tags) >= 4
     owners = {cluster.owner(keys.roster()).port, cluster.owner(keys.digests()).port}
@@ -75,7 +74,7 @@ async def test_a_replica_takes_over_and_no_answer_is_lost(wait_until: WaitUntil)
     with cluster_running(replicas=1) as cluster:
         async with connect(_settings(cluster.url)) as backend:
             with workers(cluster.url, 2, delay_ms=10):
-                await wait_until(lambda: len(backend.roster.workers) == 2, PATIENCE_S)
+                await wait_until(lambda: len(backend.roster.workers) == 2)
                 jobs = [job(backend, [n + 1, 9], tokens=300) for n in range(20)]
                 clients = [asyncio.create_task(run_job(backend, one)) for one in jobs]
                 await wait_until(
@@ -95,7 +94,7 @@ async def test_without_a_replica_requests_are_refused_until_the_node_is_back(
     with cluster_running() as cluster:
         async with connect(_settings(cluster.url)) as backend:
             with workers(cluster.url, 1, delay_ms=5):
-                await wait_until(lambda: backend.roster.ready, PATIENCE_S)
+                await wait_until(lambda: backend.roster.ready)
                 one = job(backend, tokens=400)
                 async with backend.dispatcher.generate(one) as generation:
                     got = await answer(generation, until=5)
@@ -124,7 +123,7 @@ async def test_a_sentinels_failover_costs_a_pause(wait_until: WaitUntil) -> None
     with watched_running() as watched:
         async with connect(_settings(watched.url)) as backend:
             with workers(watched.url, 2, delay_ms=10):
-                await wait_until(lambda: len(backend.roster.workers) == 2, PATIENCE_S)
+                await wait_until(lambda: len(backend.roster.workers) == 2)
                 jobs = [job(backend, [n + 1, 9], tokens=300) for n in range(10)]
                 clients = [asyncio.create_task(run_job(backend, one)) for one in jobs]
                 await wait_until(

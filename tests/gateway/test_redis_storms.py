@@ -12,22 +12,19 @@ from forebay_shared.errors import BusError, BusFullError
 from forebay_shared.packets import REPLY
 from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.wire import Done
+from patience import PATIENCE_S
 from redis_house import RedisServer, WaitUntil, redis_running
-from storm_house import free_port, proxied
+from storm_house import HeldPort, proxied
 
 pytestmark = pytest.mark.chaos
-
-PATIENCE_S = 60.0
-"""For what must happen; a loaded machine takes its time."""
 
 
 @pytest.fixture
 def replica(redis_server: RedisServer) -> Iterator[RedisServer]:
     """A second server that follows the first."""
-    with redis_running() as second:
-        port = free_port()
-        redis_server.client.config_set("port", str(port))
-        second.client.execute_command("REPLICAOF", "127.0.0.1", port)
+    with redis_running() as second, HeldPort() as port:
+        redis_server.client.config_set("port", str(port.number))
+        second.client.execute_command("REPLICAOF", "127.0.0.1", port.number)
         yield second
 
 
@@ -49,8 +46,8 @@ async def test_a_slow_redis_makes_answers_slow_and_nothing_else(
         proxy.delay_s = 0.2
         async with gateway(proxy.url) as backend:
             with workers(proxy.url, 2, delay_ms=5):
-                await wait_until(lambda: len(backend.roster.workers) == 2, PATIENCE_S)
-                await wait_until(lambda: backend.roster.ready, PATIENCE_S)
+                await wait_until(lambda: len(backend.roster.workers) == 2)
+                await wait_until(lambda: backend.roster.ready)
                 jobs = [job(backend, [number + 1, 9], tokens=200) for number in range(16)]
                 answers = await asyncio.gather(*(run_job(backend, one) for one in jobs))
             for one, got in zip(jobs, answers, strict=True):
@@ -107,14 +104,14 @@ async def test_a_failover_that_loses_confirmed_writes_loses_no_answer(
 ) -> None:
     async with proxied(redis_server.socket) as proxy, gateway(proxy.url) as backend:
         with workers(proxy.url, 2, delay_ms=10):
-            await wait_until(lambda: len(backend.roster.workers) == 2, PATIENCE_S)
+            await wait_until(lambda: len(backend.roster.workers) == 2)
             # Some end before the writes are lost, some while they are, some after.
             jobs = [job(backend, [n + 1, 9], tokens=20 + 10 * n) for n in range(30)]
             clients = [asyncio.create_task(run_job(backend, one)) for one in jobs]
-            await wait_until(lambda: any(client.done() for client in clients), PATIENCE_S)
+            await wait_until(lambda: any(client.done() for client in clients))
             replica.client.execute_command("REPLICAOF", "NO", "ONE")
             lost = sum(client.done() for client in clients)
-            await wait_until(lambda: sum(client.done() for client in clients) > lost + 4, 60)
+            await wait_until(lambda: sum(client.done() for client in clients) > lost + 4)
             proxy.turn(replica.socket)
             redis_server.kill()
             async with asyncio.timeout(PATIENCE_S):
@@ -132,13 +129,13 @@ async def test_an_end_that_a_failover_lost_is_asked_for_again(
         gateway(mine.url) as backend,
     ):
         with workers(its.url, 1, delay_ms=5):
-            await wait_until(lambda: backend.roster.ready, PATIENCE_S)
+            await wait_until(lambda: backend.roster.ready)
             one = job(backend, tokens=400)
             client = asyncio.create_task(run_job(backend, one))
             await wait_until(lambda: any(r.has_begun for r in backend.dispatcher._running))
             mine.heard.clear()  # the end is written, and confirmed to the worker, and unread
             replica.client.execute_command("REPLICAOF", "NO", "ONE")
-            await wait_until(lambda: _ended(redis_server, backend.gateway), PATIENCE_S)
+            await wait_until(lambda: _ended(redis_server, backend.gateway))
             its.turn(replica.socket)
             mine.turn(replica.socket)
             mine.heard.set()

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
+from forebay_gateway import request_template
 from forebay_shared.settings import GatewaySettings
 from gateway_fakes import MODEL, Api, running_api
+from patience import PATIENCE_S
 from transcripts import check_answer, check_error
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
@@ -18,7 +20,8 @@ def server() -> Iterator[Api]:
 
 
 @pytest.fixture
-def api(server: Api) -> Api:
+def api(server: Api, monkeypatch: pytest.MonkeyPatch) -> Api:
+    monkeypatch.setattr(request_template, "PATIENCE_S", PATIENCE_S)
     server.reset()
     return server
 

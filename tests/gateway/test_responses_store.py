@@ -11,6 +11,7 @@ from forebay_gateway.api.responses import runs, store
 from forebay_shared.errors import RateLimitError
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import ANSWER, MODEL, Api, Play, ScriptedGeneration, wait_until
+from patience import PATIENCE_S
 from redis_house import RedisServer
 from response_transcripts import check_events, check_response, split_events
 from responses_house import RESPONSES, plain, post, prompt, responding, sdk, streamed
@@ -78,7 +79,9 @@ def test_a_restarted_gateway_knows_it_too(redis_url: str) -> None:
 def test_another_team_sees_nothing(redis_url: str) -> None:
     with responding(redis_url, TEAMS) as api:
         made = plain(api)
-        with httpx.Client(base_url=api.url, headers={"authorization": "Bearer sk-b"}) as http:
+        with httpx.Client(
+            base_url=api.url, headers={"authorization": "Bearer sk-b"}, timeout=PATIENCE_S
+        ) as http:
             path = f"{RESPONSES}/{made['id']}"
             for answer in (
                 http.get(path),
@@ -431,14 +434,14 @@ def follow(api: Api, id_: str) -> Callable[[], bytes]:
 
     def read() -> None:
         url = f"{api.url}{RESPONSES}/{id_}"
-        with httpx.stream("GET", url, params={"stream": "true"}, timeout=20) as answer:
+        with httpx.stream("GET", url, params={"stream": "true"}, timeout=PATIENCE_S) as answer:
             for part in answer.iter_raw():
                 raw.append(part)
                 begun.set()
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE_S)
 
     def wait() -> bytes:
         thread.join(20)
@@ -457,6 +460,7 @@ def test_a_stream_whose_response_ends_otherwise_ends_too(
             "POST",
             api.url + RESPONSES,
             json={"model": MODEL, "input": "x", "background": True, "stream": True},
+            timeout=PATIENCE_S,
         )
         with opened as answer:
             head = next(answer.iter_text())

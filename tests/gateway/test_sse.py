@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from forebay_gateway.api.sse import COMMENT, EventStream
 from litestar.types import Message
+from patience import PATIENCE_S
 
 
 class Wire:
@@ -21,7 +22,7 @@ class Wire:
                 self.arrived.notify_all()
 
     async def has(self, count: int) -> None:
-        async with asyncio.timeout(10), self.arrived:
+        async with asyncio.timeout(PATIENCE_S), self.arrived:
             await self.arrived.wait_for(lambda: len(self.bodies) >= count)
 
 

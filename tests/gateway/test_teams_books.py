@@ -1,7 +1,6 @@
 """Limits and books over several gateways, a real Redis and real workers: exact, and once."""
 
 import asyncio
-import contextlib
 import re
 import signal
 import struct
@@ -24,6 +23,7 @@ from forebay_shared.wire import Usage
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from patience import PATIENCE_S
 from redis_house import RedisServer, WaitUntil
 from teams_house import BASICS, gateways, key_of, write
 
@@ -54,23 +54,25 @@ async def test_three_gateways_admit_together_what_one_would(
     async with gateways(redis_server.url, 3, wait_until) as backends:
         with workers(redis_server.url, 1):
             for backend in backends:
-                await wait_until(lambda backend=backend: backend.roster.ready, 30)
+                await wait_until(lambda backend=backend: backend.roster.ready)
             revision = await write(backends[0], [*BASICS, key])
             for backend in backends:
-                assert await backend.teams.sync.reached(revision, 2)
+                assert await backend.teams.sync.reached(revision, PATIENCE_S)
             callers = [(b, await caller_of(b, sent)) for b in backends for _ in range(10)]
+            began = time.monotonic()
             outcomes = await asyncio.gather(
                 *(run_job(backend, metered(backend, caller)) for backend, caller in callers),
                 return_exceptions=True,
             )
             refused = [each for each in outcomes if isinstance(each, RateLimitError)]
-            assert len(refused) == 20
-            assert len(outcomes) - len(refused) == 10
+            took = time.monotonic() - began
+            admitted = len(outcomes) - len(refused)
+            assert 10 <= admitted <= 10 + took / 6, "one comes back each 6 s"
             assert all("key " + key.id in each.message for each in refused)
-            assert all(4 <= (each.retry_after_s or 0) <= 6 for each in refused)
+            assert all(6 - took <= (each.retry_after_s or 0) <= 6 for each in refused)
             headers = dict(callers[0][1].answer_headers())
             assert headers[b"x-ratelimit-limit-requests"] == b"10"
-            await wait_until(lambda: len(records(redis_server)) == 10)
+            await wait_until(lambda: len(records(redis_server)) == admitted)
 
 
 async def test_every_way_to_end_is_on_the_books_once_with_what_the_worker_measured(
@@ -79,25 +81,26 @@ async def test_every_way_to_end_is_on_the_books_once_with_what_the_worker_measur
     key, sent = key_of(user="ann")
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
         with workers(redis_server.url, 1, delay_ms=5):
-            await wait_until(lambda: backend.roster.ready, 30)
+            await wait_until(lambda: backend.roster.ready)
             caller = await caller_of(backend, sent, [*BASICS, key, PRICED])
             async with backend.dispatcher.generate(
                 metered(backend, caller, tokens=7, n=2)
             ) as whole:
                 await answer(whole)
                 whole.reasoned(5)
-            async with backend.dispatcher.generate(metered(backend, caller, tokens=500)) as left:
+            async with backend.dispatcher.generate(metered(backend, caller, tokens=30_000)) as left:
                 await answer(left, until=5)
             async with backend.dispatcher.generate(
-                metered(backend, caller, tokens=500, n=2)
+                metered(backend, caller, tokens=15_000, n=2)
             ) as stopped:
                 so_far = await answer(stopped, until=4)
                 stopped.stop(0)
                 await answer(stopped, until=20, so_far=so_far)
                 stopped.stop(1)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await run_job(backend, metered(backend, caller, tokens=500))
+            cut = asyncio.create_task(run_job(backend, metered(backend, caller, tokens=30_000)))
+            await wait_until(lambda: any(each.has_begun for each in backend.dispatcher._running))
+            cut.cancel()
+            await asyncio.gather(cut, return_exceptions=True)
             await wait_until(lambda: len(records(redis_server)) == 4)
             found = {record.id: record for record in records(redis_server)}
             assert len(found) == 4
@@ -108,11 +111,9 @@ async def test_every_way_to_end_is_on_the_books_once_with_what_the_worker_measur
                 lines = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", text, re.M)
                 return sum(map(float, lines))
 
-            for _ in range(100):
-                if await counted() == made:
-                    break
-                await asyncio.sleep(0.05)
-            assert await counted() == made
+            async with asyncio.timeout(PATIENCE_S):
+                while await counted() != made:  # noqa: ASYNC110  it is a count
+                    await asyncio.sleep(0.05)
             assert sum(record.reasoning_tokens for record in found.values()) == 5
             assert all(
                 record.decode_ms > 0 for record in found.values() if record.output_tokens > 1
@@ -146,7 +147,7 @@ async def test_a_teams_cached_prefix_is_its_own_unless_it_shares(
     pairs = {team: key_of(team) for team in ("red", "blue", "green", "yellow")}
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
         with workers(redis_server.url, 1, cache_blocks=256):
-            await wait_until(lambda: backend.roster.ready, 60)
+            await wait_until(lambda: backend.roster.ready)
             await write(backend, [*BASICS, *sharing, *(key for key, _ in pairs.values())])
 
             async def cached(team: str) -> int:
@@ -172,22 +173,22 @@ async def test_a_moved_request_is_charged_once(
     key, sent = key_of()
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
         with workers(redis_server.url, 1, delay_ms=5, drain_s=0) as running:
-            await wait_until(lambda: backend.roster.ready, 30)
+            await wait_until(lambda: backend.roster.ready)
             [first] = backend.roster.workers
             running += [WorkerProcess(redis_server.url, 5, 0)]
-            await wait_until(lambda: len(backend.roster.workers) == 2, 30)
+            await wait_until(lambda: len(backend.roster.workers) == 2)
             caller = await caller_of(backend, sent, [*BASICS, key])
-            one = metered(backend, caller, tokens=300)
+            one = metered(backend, caller, tokens=600)
             async with backend.dispatcher.generate(one) as generation:
                 so_far = await answer(generation, until=10)
                 assert generation.placement is not None
                 busy = running[0 if generation.placement.worker == first else 1]
                 busy.send(signal.SIGTERM)
                 got = await answer(generation, so_far=so_far)
-            assert got.count == 300
+            assert got.count == 600
             await wait_until(lambda: len(records(redis_server)) == 1)
             [record] = records(redis_server)
-            assert (record.input_tokens, record.output_tokens, record.attempts) == (3, 300, 2)
+            assert (record.input_tokens, record.output_tokens, record.attempts) == (3, 600, 2)
 
 
 async def test_a_dead_gateways_requests_are_settled_by_their_worker(
@@ -197,9 +198,9 @@ async def test_a_dead_gateways_requests_are_settled_by_their_worker(
     key, sent = key_of(limits=limits)
     async with gateways(redis_server.url, 2, wait_until) as [dead, alive]:
         with workers(redis_server.url, 1, delay_ms=20):
-            await wait_until(lambda: dead.roster.ready and alive.roster.ready, 30)
+            await wait_until(lambda: dead.roster.ready and alive.roster.ready)
             revision = await write(dead, [*BASICS, key])
-            assert await alive.teams.sync.reached(revision, 2)
+            assert await alive.teams.sync.reached(revision, PATIENCE_S)
             generation = dead.dispatcher.generate(
                 metered(dead, await caller_of(dead, sent), tokens=5_000)
             )
@@ -209,7 +210,7 @@ async def test_a_dead_gateways_requests_are_settled_by_their_worker(
                 await run_job(alive, metered(alive, await caller_of(alive, sent)))
             for supervisor in reversed(dead.supervisors):
                 await supervisor.stop()  # it says nothing any more
-            await wait_until(lambda: len(records(redis_server)) == 1, 15)
+            await wait_until(lambda: len(records(redis_server)) == 1)
             [record] = records(redis_server)
             assert record.outcome == "cancelled"
             assert record.output_tokens >= 5
@@ -243,6 +244,7 @@ async def test_what_a_scope_used_is_forgotten_a_day_after_it_can_matter(
     for_ever, other = key_of(budgets=(Budget(amount=1, window="total"),))
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
         await write(backend, [*BASICS, hourly, for_ever])
+        before = time.time()
         for token in (sent, other):
             toll = (await caller_of(backend, token)).toll("echo", "echo")
             assert toll is not None
@@ -250,8 +252,8 @@ async def test_what_a_scope_used_is_forgotten_a_day_after_it_can_matter(
         await wait_until(lambda: len(records(redis_server)) == 2)
         client, name = redis_server.client, f"key:{hourly.id}"
         until_ms, *_ = struct.unpack("<d", client.hget(keys.uses(), name)[:8])
-        in_days = (until_ms / 1000 - time.time()) / 86_400
-        assert 1 <= in_days <= 1 + 1 / 24
+        window_ends = until_ms / 1000 - 86_400
+        assert before <= window_ends <= time.time() + 3_600
         await backend.teams.bookkeeper._forget()
         assert client.hlen(keys.uses()) == 2
         old = struct.pack("<10d", (time.time() - 1) * 1000, *[0.0] * 9)
@@ -268,7 +270,7 @@ async def test_a_settlement_waits_for_a_redis_that_is_away_and_counts_once(
     key, sent = key_of(limits=Limits(tokens_per_minute=1_000))
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
         with workers(redis_server.url, 1):
-            await wait_until(lambda: backend.roster.ready, 30)
+            await wait_until(lambda: backend.roster.ready)
             caller = await caller_of(backend, sent, [*BASICS, key])
             toll = caller.toll("echo", "echo")
             assert toll is not None
@@ -281,7 +283,7 @@ async def test_a_settlement_waits_for_a_redis_that_is_away_and_counts_once(
                 await toll.admit("two", 3, 10)
             redis_server.start()
             await wait_until(lambda: backend.connected)
-            await wait_until(lambda: backend.teams.limiter.unsettled == 0, 15)
+            await wait_until(lambda: backend.teams.limiter.unsettled == 0)
             assert len(records(redis_server)) == 1
             await toll.admit("three", 3, 10)
 
@@ -298,8 +300,9 @@ async def test_with_redis_away_a_team_goes_on_by_its_policy_within_what_it_had_l
     pairs = {team: key_of(team) for team in ("red", "blue", "green")}
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
         with workers(redis_server.url, 1):
-            await wait_until(lambda: backend.roster.ready, 60)
+            await wait_until(lambda: backend.roster.ready)
             await write(backend, [*BASICS, goes_on, spends, *(key for key, _ in pairs.values())])
+            began = time.monotonic()
             for _, sent in pairs.values():
                 await run_job(backend, metered(backend, await caller_of(backend, sent)))
             await wait_until(lambda: backend.teams.limiter.unsettled == 0)
@@ -323,14 +326,24 @@ async def test_with_redis_away_a_team_goes_on_by_its_policy_within_what_it_had_l
             outcomes = await asyncio.gather(*running, return_exceptions=True)
             began = [each for each in outcomes if not isinstance(each, BaseException)]
             assert sum(isinstance(each, BusError) for each in outcomes) + len(began) == 6
-            await wait_until(lambda: backend.teams.limiter.unsettled == 0, 30)
-            await wait_until(lambda: not redis_server.client.hlen(keys.holds()), 30)
+            await wait_until(lambda: backend.teams.limiter.unsettled == 0)
+            await wait_until(lambda: not redis_server.client.hlen(keys.holds()))
             red = [record for record in records(redis_server) if record.team == "red"]
             assert len(red) == 1 + 4
             assert sum(record.output_tokens for record in red) == 8 * (1 + len(began))
             await wait_until(lambda: backend.connected)
-            with pytest.raises(RateLimitError):
-                await run_job(backend, metered(backend, caller))
+            more = await _until_refused(backend, caller)
+            assert more <= (time.monotonic() - began) / 12, "one comes back each 12 s"
+
+
+async def _until_refused(backend: Backend, caller: Caller) -> int:
+    """How many requests are admitted before one is not."""
+    for number in range(100):
+        try:
+            await run_job(backend, metered(backend, caller))
+        except RateLimitError:
+            return number
+    raise AssertionError("there is no limit")
 
 
 async def test_limits_change_at_once_and_a_team_shares_its_limit(

@@ -26,6 +26,7 @@ from forebay_shared.wire import Changed
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from patience import PATIENCE_S
 from redis_house import RedisServer, WaitUntil
 from teams_house import BASICS, NOW, PEPPER, filled, gateways, key_of, write
 
@@ -181,12 +182,12 @@ async def test_a_change_is_on_every_gateway_at_once_and_in_the_audit_log(
         token = split(sent.encode())
         assert token is not None
         for backend in backends:
-            assert await backend.teams.sync.reached(revision, 1.0)
+            assert await backend.teams.sync.reached(revision, PATIENCE_S)
             assert backend.teams.closed
             assert backend.teams.identify(token, "").access.team_id == "red"
         revision = await write(backends[1], [replace(key, disabled=True)])
         for backend in backends:
-            assert await backend.teams.sync.reached(revision, 1.0)
+            assert await backend.teams.sync.reached(revision, PATIENCE_S)
             with pytest.raises(PermissionDeniedError):
                 backend.teams.identify(token, "")
         assert all(backend.teams.sync.reloads == 1 for backend in backends)
@@ -286,7 +287,7 @@ async def test_a_key_ends_within_a_second_on_three_gateways_that_hear_no_push(
     assert 2 * POLL_S < 1.0, "it is seen by one poll and fetched by the next"
     async with gateways(redis_server.url, 3, wait_until) as backends:
         begun = await write(backends[0], [*BASICS, key])
-        assert await backends[1].teams.sync.reached(begun, 30)
+        assert await backends[1].teams.sync.reached(begun, PATIENCE_S)
         for changed, error in (
             (replace(key, disabled=True), PermissionDeniedError),
             (key, None),
@@ -296,7 +297,7 @@ async def test_a_key_ends_within_a_second_on_three_gateways_that_hear_no_push(
             change = Change(place_of(key), changed)
             revision = await backends[1].teams.store.write([change], who="test", what="{}")
             for backend, before in zip(backends, polls, strict=True):
-                assert await backend.teams.sync.reached(revision, 30)
+                assert await backend.teams.sync.reached(revision, PATIENCE_S)
                 assert backend.teams.sync.polls - before <= 3, "one may have been under way"
                 if error is None:
                     assert backend.teams.identify(token, "")

@@ -124,7 +124,7 @@ async def test_any_gateway_exports_and_the_stream_waits_for_it(
         await wait_until(lambda: exported(backends) >= 40)
     settle(redis_server, 20, 10)  # while nobody is there
     async with gateways(redis_server.url, 2, wait_until, usage_export=targets) as backends:
-        await wait_until(lambda: exported(backends) >= 20, 30)
+        await wait_until(lambda: exported(backends) >= 20)
         assert in_files(files, "jsonl") == in_table(database) == [f"r{n}" for n in range(30)]
         assert exported(backends) == 20, "it went on where the others had ended"
 

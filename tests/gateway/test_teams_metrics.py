@@ -10,6 +10,7 @@ from forebay_gateway.teams.secrets import split
 from forebay_shared import keys
 from forebay_shared.errors import RateLimitError
 from forebay_shared.wire import Usage
+from patience import PATIENCE_S
 from redis_house import RedisServer, WaitUntil
 from teams_house import BASICS, gateways, key_of, write
 
@@ -74,4 +75,4 @@ async def admit_and_settle_again(backend: Backend) -> None:
     await backend.publisher.call("DEL", keys.holds(), keys.open_requests())
     for _ in range(2):
         permit.settle(Usage(1, 0, 1), "completed", 1)
-        assert await backend.teams.limiter.drained(10)
+        assert await backend.teams.limiter.drained(PATIENCE_S)

@@ -23,7 +23,6 @@ from forebay_worker.engine.intake import Limits
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a card"),
-    pytest.mark.timeout(300),
 ]
 
 STEPS, VOCAB, BLOCKS = 10_000, 512, 40

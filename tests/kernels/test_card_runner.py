@@ -26,8 +26,6 @@ from forebay_worker.models.config import ModelError
 from forebay_worker.models.decoder import Decoder
 from forebay_worker.models.registry import read_config
 
-pytestmark = pytest.mark.timeout(300)  # the interpreter takes 20 s on a quiet core
-
 ON_CARD = torch.cuda.is_available()
 VOCAB, BLOCK, BLOCKS = 320, 64, 24
 _SIZES: dict[str, Any] = {

@@ -19,6 +19,7 @@ from forebay_shared.settings import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 COMMANDS = [SERVE, GATEWAY, WORKER]
 
@@ -28,7 +29,7 @@ def forebay(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         [sys.executable, "-m", "forebay_shared.cli", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         env=variables,
         check=False,
     )
@@ -155,7 +156,7 @@ def test_help_and_refusals_load_neither_torch_nor_a_web_server() -> None:
         "if m in sys.modules])"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert ended.stdout.endswith("\n[]\n")
 

@@ -21,6 +21,7 @@ from forebay_shared.embedded import (
     server_version,
 )
 from forebay_shared.settings import Secret, StartError
+from patience import PATIENCE_S
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -39,7 +40,7 @@ def running(private: EmbeddedRedis) -> Iterator["redis.Redis"]:
             yield client
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 def _until_it_answers(client: "redis.Redis") -> None:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from serve_house import Serve, starting
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.system
 
 SIZE = 32
 MODEL = "echo-embed"
@@ -27,7 +28,7 @@ def server() -> Iterator[Serve]:
 def http(server: Serve) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {server.key}"}
     url = server.url.removesuffix("/v1")
-    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+    with httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -203,7 +204,7 @@ def test_a_ranking_puts_the_nearest_first(http: httpx.Client, path: str) -> None
 
 def test_a_real_model_ranks_by_meaning() -> None:
     with starting() as start:
-        server = start("minilm").wait_ready(120)
+        server = start("minilm").wait_ready()
         assert server.model == "all-minilm-l6-v2"
         with server.client() as client:
             texts = ["A cat sleeps.", "A kitten naps.", "The bank raised its rates."]

@@ -4,24 +4,35 @@ what the metrics say of it. All parts are real processes."""
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
-from fleet_house import AUTH, Fleet, Gateway, Worker, fleet, stream
+from fleet_house import AUTH, LONG_LEASE_S, Fleet, Gateway, Worker, fleet, stream
+from forebay_worker.watchdog import LOOK_S
+from patience import PATIENCE_S
 from redis_house import redis_running
 from serve_house import until
 from transcripts import check_error, check_stream
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 COMPLETIONS = "/v1/completions"
 HOUR_S = 3600
+LEASE_S = 5.0
+"""Twice the usual: a machine that pauses for 3 s costs nobody else a lease."""
 
 
 @pytest.fixture
 def house() -> Iterator[Fleet]:
-    with redis_running() as redis, fleet(redis) as processes:
+    with redis_running() as redis, fleet(redis, LEASE_S) as processes:
+        yield processes
+
+
+@pytest.fixture
+def patient() -> Iterator[Fleet]:
+    with redis_running() as redis, fleet(redis, LONG_LEASE_S) as processes:
         yield processes
 
 
@@ -46,10 +57,13 @@ def test_a_zombie_is_fenced_drops_its_work_and_serves_again(house: Fleet) -> Non
 
     def seen(count: int) -> None:
         if count == 10:
-            house.holder(0).send(signal.SIGSTOP)
-        if count == 30:  # another worker has taken over
             zombie = house.holder(0)
+            zombie.send(signal.SIGSTOP)
+            stopped = time.monotonic()
+            until(lambda: len(house.placements) == 2)
             assert house.placements[1] != zombie.name
+            # Another has taken over, a little before the zombie itself can know.
+            until(lambda: time.monotonic() - stopped > LEASE_S + LOOK_S)
             zombie.send(signal.SIGCONT)
             until(lambda: "lost its lease" in zombie.log)
 
@@ -57,15 +71,14 @@ def test_a_zombie_is_fenced_drops_its_work_and_serves_again(house: Fleet) -> Non
     zombie = house.holder(0).name
     until(lambda: gateway.metric("forebay_leases_lost_total", engine=zombie) >= 1)
     until(lambda: gateway.metric("forebay_fenced_requests_total", engine=zombie) == 1)
-    late = [gateway.metric("forebay_dropped_replies_total", reason=why) for why in _LATE]
-    assert sum(late) >= 1
+    until(lambda: any(gateway.metric("forebay_dropped_replies_total", reason=why) for why in _LATE))
     house.ready(gateway, 2)
     until(lambda: _idle(gateway))
     assert gateway.metric("forebay_resubmitted_total") == 1
     other = house.workers[house.placements[1]]
     other.kill()
     _check(stream(gateway, COMPLETIONS, _body(20)), 20)
-    assert house.placements[-1] == zombie
+    until(lambda: house.placements[-1] == zombie)
 
 
 _LATE = ("fenced", "unknown")
@@ -74,7 +87,7 @@ _LATE = ("fenced", "unknown")
 def test_a_step_that_hangs_ends_its_worker_and_nothing_else(house: Fleet) -> None:
     gateway = house.gateway()
     for _ in range(2):
-        house.echo(10.0, "--step-timeout-s", "2", TEST_HANG="1")
+        house.echo(10.0, "--step-timeout-s", "6", TEST_HANG="1")
     house.ready(gateway, 2)
     hanging: list[Worker] = []
 
@@ -84,15 +97,15 @@ def test_a_step_that_hangs_ends_its_worker_and_nothing_else(house: Fleet) -> Non
             hanging[0].hang()
 
     _check(stream(gateway, COMPLETIONS, _body(1000), seen), 1000)
-    assert hanging[0].process.wait(60) == 1
+    assert hanging[0].process.wait(PATIENCE_S) == 1
     assert "The engine hangs" in hanging[0].log
     assert gateway.metric("forebay_resubmitted_total") == 1
-    assert len(set(house.placements)) == 2
+    until(lambda: len(set(house.placements)) == 2)
 
 
 def test_a_thread_that_keeps_the_interpreter_ends_its_worker_too(house: Fleet) -> None:
     hanging = house.echo(0.0, "--step-timeout-s", "1", TEST_SEIZE_S="600")
-    assert hanging.process.wait(120) == 1
+    assert hanging.process.wait(PATIENCE_S) == 1
     assert "Timeout" in hanging.log
     assert "seize" in hanging.log
 
@@ -111,7 +124,7 @@ def test_what_loses_three_workers_ends_with_one_error(house: Fleet, streamed: bo
             house.holder(attempt).kill()
             killed += 1
             if attempt < 2:
-                until(lambda seen=attempt + 2: len(house.placements) >= seen, 30)
+                until(lambda seen=attempt + 2: len(house.placements) >= seen)
 
     if streamed:
         raw = stream(
@@ -128,7 +141,7 @@ def test_what_loses_three_workers_ends_with_one_error(house: Fleet, streamed: bo
         killer = threading.Thread(target=kill)
         killer.start()
         url = gateway.base + COMPLETIONS
-        answer = httpx.post(url, json=_body(3000), headers=AUTH, timeout=60)
+        answer = httpx.post(url, json=_body(3000), headers=AUTH, timeout=PATIENCE_S)
         killer.join()
         check_error(answer.content, status=503)
         assert answer.status_code == 503
@@ -140,16 +153,16 @@ def test_what_loses_three_workers_ends_with_one_error(house: Fleet, streamed: bo
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
 @pytest.mark.parametrize("whose", ["gateway", "worker"])
-def test_a_clock_that_jumps_changes_nothing(house: Fleet, whose: str, jump_s: int) -> None:
+def test_a_clock_that_jumps_changes_nothing(patient: Fleet, whose: str, jump_s: int) -> None:
     clock = {"TEST_CLOCK": f"{jump_s}"}
-    gateway = house.gateway(**(clock if whose == "gateway" else {}))
+    gateway = patient.gateway(**(clock if whose == "gateway" else {}))
     for _ in range(2):
-        house.echo(10.0, **(clock if whose == "worker" else {}))
-    house.ready(gateway, 2)
+        patient.echo(10.0, **(clock if whose == "worker" else {}))
+    patient.ready(gateway, 2)
 
     def seen(count: int) -> None:
         if count == 10:
-            for each in (gateway, *house.workers.values()):
+            for each in (gateway, *patient.workers.values()):
                 each.jump()
 
     _check(stream(gateway, COMPLETIONS, _body(600), seen), 600)

@@ -8,28 +8,37 @@ from functools import partial
 
 import openai
 import pytest
+from patience import PATIENCE_S, within
 from serve_house import FAILURES, Serve, until
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 HANG_S = 10.0
+TOKENS = 200
+"""Of an answer, which takes 2 s: the rest of one that had to wait is a small part of HANG_S."""
 
 
 @pytest.mark.parametrize("name", ["worker", "gateway", "redis-server"])
 def test_a_part_that_is_killed_heals_and_no_client_hangs(echo: Serve, name: str) -> None:
+    within(HANG_S, lambda: _longest_wait(echo, name), tries=3)
+
+
+def _longest_wait(echo: Serve, name: str) -> float:
+    """Kills a part under six clients and waits until all is well again; how long after the kill
+    the last of them had its answer or its error, in seconds."""
     victim = echo.children(name)[0]
     killed_at: list[float] = []
     under_way: list[str] = []
     long = partial(_long, under_way)
     with ThreadPoolExecutor(6) as pool:
-        waits = [pool.submit(_last_sign, echo, killed_at, ask) for ask in (long, _plain) * 3]
+        signs = [pool.submit(_last_sign, echo, killed_at, ask) for ask in (long, _plain) * 3]
         until(lambda: len(under_way) == 3)
         victim.kill()
         killed_at.append(time.monotonic())
-        for wait in waits:
-            assert wait.result(timeout=60) < HANG_S
+        longest = max(sign.result(timeout=PATIENCE_S) for sign in signs)
     until(lambda: victim.pid not in [child.pid for child in echo.children(name)])
-    until(lambda: _answers(echo), 20)
+    until(lambda: _answers(echo))
+    return longest
 
 
 def _last_sign(
@@ -43,14 +52,14 @@ def _last_sign(
 
 
 def _long(under_way: list[str], client: openai.OpenAI, model: str) -> None:
-    stream = client.completions.create(model=model, prompt="abc", max_tokens=500, stream=True)
+    stream = client.completions.create(model=model, prompt="abc", max_tokens=TOKENS, stream=True)
     under_way.append(next(stream).id)
     for _ in stream:
         pass
 
 
 def _plain(client: openai.OpenAI, model: str) -> None:
-    client.completions.create(model=model, prompt="abc", max_tokens=500)
+    client.completions.create(model=model, prompt="abc", max_tokens=TOKENS)
 
 
 def _answers(server: Serve) -> bool:

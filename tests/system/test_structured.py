@@ -1,14 +1,14 @@
 """Structured output through `forebay serve`: it is obeyed, and nothing ends the engine."""
 
 import json
-from collections.abc import Iterator
-from time import monotonic
+from collections.abc import Callable, Iterator
 
 import openai
 import pytest
+from patience import PATIENCE_S, promptly
 from serve_house import Serve, starting
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.system
 
 QUESTION = [{"role": "user", "content": "Describe Bob, who is 42."}]
 PERSON = {
@@ -23,12 +23,12 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PER
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serve]:
     with starting() as start:
-        yield start().wait_ready(240)
+        yield start().wait_ready()
 
 
 @pytest.fixture(scope="module")
 def client(server: Serve) -> Iterator[openai.OpenAI]:
-    with server.client(timeout=120) as client:
+    with server.client(timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -103,10 +103,13 @@ def test_broken_grammars_are_a_400_each_on_every_route_and_the_engine_lives(
             (client.chat.completions.create, chat),
             (client.completions.create, text),
         ):
-            began = monotonic()
-            with pytest.raises(openai.BadRequestError) as caught:
-                create(**body, extra_body=fields)
-            assert (caught.value.param or "").split(".")[0] in fields, fields
-            assert monotonic() - began < 10
+            refused = promptly(lambda c=create, b=body, f=fields: _refused(c, b, f), 10.0)
+            assert (refused.param or "").split(".")[0] in fields, fields
     assert client.chat.completions.create(**chat).usage.completion_tokens > 0
     assert workers <= {child.pid for child in server.children("forebay_shared.cli worker")}
+
+
+def _refused(create: Callable[..., object], body: dict, fields: dict) -> openai.BadRequestError:
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(**body, extra_body=fields)
+    return caught.value

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from patience import PATIENCE_S
 from serve_house import Serve, starting
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.system
 
 QUESTION = [{"role": "user", "content": "How warm is it in Paris, in celsius?"}]
 WEATHER = {
@@ -32,12 +33,12 @@ NOW = {"type": "function", "function": {"name": "now"}}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serve]:
     with starting() as start:
-        yield start().wait_ready(240)
+        yield start().wait_ready()
 
 
 @pytest.fixture(scope="module")
 def client(server: Serve) -> Iterator[openai.OpenAI]:
-    with server.client(timeout=120) as client:
+    with server.client(timeout=PATIENCE_S) as client:
         yield client
 
 

@@ -73,7 +73,7 @@ def test_a_call_and_its_sequence_are_one_tree_under_the_clients_span(
         )
         assert answer.usage is not None
         names = {"POST chat_completions", "generate", "queue", "prefill", "decode"}
-        until(lambda: names <= collector.spans().keys(), 20)
+        until(lambda: names <= collector.spans().keys())
     finally:
         house.close()
     spans = collector.spans()

@@ -11,7 +11,7 @@ import openai
 import pytest
 from serve_house import Serve, starting
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.system
 
 HELLO = [{"role": "user", "content": "Hello, forebay!"}]
 

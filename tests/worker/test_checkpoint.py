@@ -16,6 +16,7 @@ from forebay_worker.checkpoint.resolve import demo_file
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -59,7 +60,6 @@ def test_the_demo_model_has_the_name_config_and_files_that_everyone_reads(demo: 
     assert json.loads((demo / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
-@pytest.mark.timeout(400)  # transformers takes 10 s of processor time for it
 def test_the_demo_models_tensors_equal_those_that_transformers_dequantises(demo: Path) -> None:
     file = demo_file()
     reference = AutoModelForCausalLM.from_pretrained(
@@ -258,7 +258,7 @@ def test_two_processes_that_convert_at_once_give_one_whole_directory(
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         for _ in range(2)
     ]
-    places = {process.communicate(timeout=100)[0].strip() for process in both}
+    places = {process.communicate(timeout=PATIENCE_S)[0].strip() for process in both}
     assert places == {str(resolve(str(file), progress=False))}
     assert len(list(cache.rglob("config.json"))) == 1
 

@@ -23,6 +23,7 @@ from forebay_worker.engines.base import Engine
 from forebay_worker.engines.echo_cache import EchoCache
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 
 class LoggingEngine:
@@ -88,7 +89,7 @@ def _key(number: int) -> bytes:
 
 
 async def _until(heard: Heard, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while len(heard.events) < count:  # noqa: ASYNC110  it is a count
             await asyncio.sleep(0.001)
 

@@ -16,6 +16,7 @@ from forebay_worker.engines.registry import build
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Template
+from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
@@ -42,14 +43,15 @@ class Driven:
         """Waits until `count` sequences or requests have ended."""
         with self._arrived:
             assert self._arrived.wait_for(
-                lambda: sum(isinstance(reply, Done | Failed) for reply in self.replies) >= count, 10
+                lambda: sum(isinstance(reply, Done | Failed) for reply in self.replies) >= count,
+                PATIENCE_S,
             )
             return list(self.replies)
 
     def emitted(self) -> None:
         """Waits for a first token."""
         with self._arrived:
-            assert self._arrived.wait_for(lambda: any(map(_is_delta, self.replies)), 10)
+            assert self._arrived.wait_for(lambda: any(map(_is_delta, self.replies)), PATIENCE_S)
 
 
 def _is_delta(reply: Reply) -> bool:
@@ -74,7 +76,7 @@ def _run(submit: Submit) -> tuple[list[int], Done]:
     driven = Driven()
     driven.engine.submit(submit)
     replies = driven.ended(1)
-    driven.engine.stop(5)
+    driven.engine.stop(PATIENCE_S)
     tokens = [token for reply in replies if isinstance(reply, Delta) for token in reply.token_ids]
     done = replies[-1]
     assert isinstance(done, Done)
@@ -85,7 +87,7 @@ def _run(submit: Submit) -> tuple[list[int], Done]:
 def slow() -> Iterator[Driven]:
     driven = Driven(echo_delay_ms=5, max_num_seqs=2, max_num_queued_reqs=3)
     yield driven
-    driven.engine.stop(5)
+    driven.engine.stop(PATIENCE_S)
 
 
 @given(st.integers(0, 12), st.lists(st.integers(0, 255), min_size=1, max_size=5))
@@ -126,7 +128,7 @@ def test_what_cannot_run_is_refused_alone(submit: Submit, code: str) -> None:
     assert failed.retryable is (code == "overloaded")
     driven.engine.submit(_submit([1], request_id="next", max_tokens=1))
     assert isinstance(driven.ended(2)[-1], Done)
-    driven.engine.stop(5)
+    driven.engine.stop(PATIENCE_S)
 
 
 def test_a_cancel_ends_running_and_waiting_sequences(slow: Driven) -> None:
@@ -156,7 +158,7 @@ def test_what_waits_past_its_deadline_fails_and_the_rest_goes_on(slow: Driven) -
 def test_a_stop_fails_what_still_runs_so_that_it_goes_elsewhere(slow: Driven) -> None:
     slow.engine.submit(_submit([1], max_tokens=10_000))
     slow.emitted()
-    slow.engine.stop(5)
+    slow.engine.stop(PATIENCE_S)
     failed = slow.ended(1)[-1]
     assert isinstance(failed, Failed)
     assert (failed.code, failed.retryable) == ("worker_lost", True)
@@ -168,7 +170,7 @@ def test_the_order_is_started_then_deltas_then_done() -> None:
     driven.engine.submit(_submit([1, 2], max_tokens=3, logprobs=2))
     kinds = [type(reply) for reply in driven.ended(1)]
     assert kinds == [Started, Delta, Delta, Delta, Done]
-    driven.engine.stop(5)
+    driven.engine.stop(PATIENCE_S)
 
 
 def test_its_tokenizer_and_template_give_any_text_back() -> None:

@@ -9,6 +9,7 @@ from engine_fakes import FakeRunner, make_core, make_submit
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import Delta, Done, Failed, Reply
 from forebay_worker.engine.loop import EngineLoop
+from patience import PATIENCE_S
 
 PROMPT = list(range(2, 12))
 LONG = SamplingParams(max_tokens=100, ignore_eos=True)
@@ -37,7 +38,7 @@ class Receiver:
 
     def wait(self, condition: Callable[[list[Reply]], bool]) -> list[Reply]:
         with self._changed:
-            assert self._changed.wait_for(lambda: condition(self.messages), timeout=30)
+            assert self._changed.wait_for(lambda: condition(self.messages), timeout=PATIENCE_S)
             return self.messages
 
 
@@ -57,7 +58,7 @@ class GatedRunner(FakeRunner):
 
     def execute(self, rows: list) -> list:
         self.entered.release()
-        assert self.gate.acquire(timeout=30)
+        assert self.gate.acquire(timeout=PATIENCE_S)
         return super().execute(rows)
 
 
@@ -84,7 +85,7 @@ def test_a_refusal_does_not_wait_for_the_step_that_runs_next() -> None:
     runner, receiver = GatedRunner(), Receiver()
     with running(runner, receiver) as loop:
         loop.submit(make_submit("r", PROMPT))
-        assert runner.entered.acquire(timeout=30)
+        assert runner.entered.acquire(timeout=PATIENCE_S)
         loop.submit(make_submit("bad", []))
         runner.gate.release()
         receiver.wait(ended("bad"))
@@ -98,7 +99,7 @@ def test_the_events_of_a_step_come_in_one_call() -> None:
     runner, receiver = GatedRunner(), Receiver()
     with running(runner, receiver) as loop:
         loop.submit(make_submit("first", PROMPT))
-        assert runner.entered.acquire(timeout=30)
+        assert runner.entered.acquire(timeout=PATIENCE_S)
         for name in ("a", "b", "c"):
             loop.submit(make_submit(name, [9, *PROMPT]))
         for _ in range(30):
@@ -111,7 +112,7 @@ def test_a_cancel_during_a_step_takes_effect_before_the_next() -> None:
     runner, receiver = GatedRunner(), Receiver()
     with running(runner, receiver) as loop:
         loop.submit(make_submit("r", PROMPT, sampling=LONG))
-        assert runner.entered.acquire(timeout=30)
+        assert runner.entered.acquire(timeout=PATIENCE_S)
         loop.cancel("r", 1)
         runner.gate.release()
         receiver.wait(ended("r"))
@@ -123,7 +124,7 @@ def test_a_lost_gateway_leaves_the_engine_idle() -> None:
     runner, receiver = GatedRunner(), Receiver()
     with running(runner, receiver) as loop:
         loop.submit(make_submit("r", PROMPT, sampling=LONG, gateway="gone"))
-        assert runner.entered.acquire(timeout=30)
+        assert runner.entered.acquire(timeout=PATIENCE_S)
         loop.cancel_gateway("gone")
         runner.gate.release()
         receiver.wait(ended("r"))
@@ -146,7 +147,7 @@ def test_a_hanging_step_shows_as_a_growing_age_and_rest_does_not() -> None:
     with running(runner, receiver, max_num_seqs=1) as loop:
         assert loop.load().step_age_s == 0
         loop.submit(make_submit("r", PROMPT, sampling=SamplingParams(max_tokens=1)))
-        assert runner.entered.acquire(timeout=30)
+        assert runner.entered.acquire(timeout=PATIENCE_S)
         first = loop.load().step_age_s
         assert 0 < first < loop.load().step_age_s
         runner.gate.release()
@@ -174,7 +175,7 @@ def test_stop_gives_up_what_runs_and_what_waits_for_another_worker() -> None:
     runner, receiver = GatedRunner(), Receiver()
     with running(runner, receiver, max_num_seqs=1) as loop:
         loop.submit(make_submit("runs", PROMPT, sampling=LONG))
-        assert runner.entered.acquire(timeout=30)
+        assert runner.entered.acquire(timeout=PATIENCE_S)
         loop.submit(make_submit("waits", PROMPT, sampling=LONG))
         runner.gate.release()
         loop.stop(30)

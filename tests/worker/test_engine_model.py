@@ -18,8 +18,6 @@ from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.runner import Runner
 from tokenizers import Tokenizer
 
-pytestmark = pytest.mark.timeout(300)
-
 QUESTIONS = (
     "What is the capital of France?",
     "Write a haiku about rain.",

@@ -23,6 +23,7 @@ from forebay_worker.engine.loop import EngineLoop
 from forebay_worker.engine.runner import Runner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from tokenizers import Tokenizer
 
 EOS = 2
@@ -77,7 +78,7 @@ class House:
             core.submit(submit, monotonic())
         while not core.idle:
             if core.stalled:
-                core.wait_for_grammar(timeout_s=30)
+                core.wait_for_grammar(timeout_s=PATIENCE_S)
             core.step()
         return self.outcomes([message for _, message in core.take_events()])
 
@@ -428,7 +429,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event, check = threading.Event(), grammar_module._Checker.check
 
     def gated(checker: grammar_module._Checker, grammar: Grammar) -> str:
-        assert event.wait(30)
+        assert event.wait(PATIENCE_S)
         return check(checker, grammar)
 
     monkeypatch.setattr(grammar_module._Checker, "check", gated)
@@ -473,10 +474,10 @@ def test_the_queue_deadline_holds_while_a_grammar_compiles(
     loop.start()
     late = make_submit("late", [5], sampling=asked(Grammar("regex", "late")), queue_timeout_ms=1)
     loop.submit(late)
-    assert receiver.get(timeout=30).code == "deadline_exceeded"
+    assert receiver.get(timeout=PATIENCE_S).code == "deadline_exceeded"
     loop.submit(make_submit("next", [5], sampling=asked(Grammar("regex", "x"))))
     gate.set()
-    assert isinstance(receiver.get(timeout=30), Started)
+    assert isinstance(receiver.get(timeout=PATIENCE_S), Started)
     loop.stop(30)
 
 

@@ -17,6 +17,7 @@ from forebay_worker.engines.http.breaker import ASIDE_S, TRIP_AT, Replica, choos
 from forebay_worker.engines.http.engine import HttpEngine
 from forebay_worker.engines.places import Places
 from gateway_fakes import wait_until
+from patience import PATIENCE_S
 from upstream_fakes import Call, Upstream, upstream
 
 HI = Chat(messages=(AskedMessage("user", "hi"),))
@@ -266,11 +267,11 @@ def test_an_upstream_that_hangs_is_given_up(far: Upstream, begun: bool) -> None:
         await call.left()
 
     far.handler = play
-    times = {"upstream_first_token_timeout_s": 0.3, "upstream_idle_timeout_s": 0.3}
+    times = {"upstream_first_token_timeout_s": 2.0, "upstream_idle_timeout_s": 2.0}
     with engine(far, **times) as driven:
         failed = failure(driven.ended(driven.submit_text(HI, PLAIN)))
         assert failed.code == "deadline_exceeded"
-        assert far.calls[0].gone.wait(10), "its connection is closed"
+        assert far.calls[0].gone.wait(PATIENCE_S), "its connection is closed"
 
 
 def test_a_cancel_closes_the_connection(far: Upstream) -> None:
@@ -287,10 +288,12 @@ def test_a_cancel_closes_the_connection(far: Upstream) -> None:
         (done,) = [r for r in driven.ended(request_id) if isinstance(r, Done)]
         assert done.finish_reason == "abort"
         assert (done.usage.completion_tokens, done.usage.estimated) == (1, True)
-        assert far.calls[0].gone.wait(10)
+        assert far.calls[0].gone.wait(PATIENCE_S)
 
 
-def test_connections_are_used_again(far: Upstream) -> None:
+def test_connections_are_used_again(far: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay_worker.engines.http.upstream.END_S", PATIENCE_S)
+
     async def play(call: Call) -> None:
         event = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":"stop"}]}\n\n'
         body = event + b"data: [DONE]\n\n"
@@ -347,7 +350,9 @@ def test_the_worker_takes_nothing_while_the_upstream_is_away(
         assert told(driven.ended(driven.submit_text(HI, PLAIN))) == "Hello"
 
 
-def test_calls_go_where_they_work(far: Upstream) -> None:
+def test_calls_go_where_they_work(far: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay_worker.engines.http.breaker.ASIDE_S", 60.0)
+
     async def broken(call: Call) -> None:
         await call.answer(500, {})
 
@@ -468,5 +473,5 @@ def test_a_worker_waits_for_an_upstream_that_is_not_up_yet(far: Upstream) -> Non
     threading.Thread(target=make, daemon=True).start()
     assert not made.wait(0.2)
     far.status = 200
-    assert made.wait(10)
+    assert made.wait(PATIENCE_S)
     assert engines[0].card.name == "far"
