@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import openai
 import pytest
 import yaml
 from compose_spec import PyCompose
+from forebay_shared.telemetry import UpstreamMetrics
 from patience import PATIENCE_S
 from redis import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError
@@ -148,12 +150,16 @@ def _check_dashboards(house: Topology, gateway: str) -> None:
     """Every metric that a dashboard or the autoscaler asks for is in the scrape."""
     scrape = _get(house, gateway, "/metrics")
     families = set(re.findall(r"^# TYPE (\S+)", scrape, re.M))
+    families |= {family.name for family in UpstreamMetrics("", [], time.monotonic).collect()}
+    labels = set(re.findall(r"[{,](\w+)=", scrape)) | {"reason"}
     board: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/forebay.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     asked.append((DEPLOY / "k8s/scaling.yaml").read_text().split("query:")[1].split("\n")[0])
     for expression in asked:
         for name in re.findall(r"\b(?:vllm:|forebay_)\w+", expression):
             assert {name, re.sub(r"_(bucket|total|count|sum)$", "", name)} & families, name
+        for names in re.findall(r"\bby \(([^)]*)\)", expression):
+            assert set(names.split(", ")) <= labels, expression
 
 
 def _client(house: Topology, gateway: str) -> openai.OpenAI:

@@ -286,9 +286,11 @@ def test_a_model_whose_upstream_is_away_gets_a_503_and_comes_back(bad: Bad) -> N
     bad.upstream.status = 500
     try:
         until(lambda: _chat(bad).status_code == 503)
+        assert bad.server.metric("forebay_upstream_up") == 0
     finally:
         bad.upstream.status = 200
     until(lambda: _chat(bad).status_code == 200)
+    until(lambda: bad.server.metric("forebay_upstream_up") == 1)
 
 
 def test_many_calls_at_once_leave_nothing_behind(bad: Bad) -> None:

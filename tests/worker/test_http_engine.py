@@ -13,11 +13,13 @@ from forebay_shared.sampling import Grammar, SamplingParams
 from forebay_shared.settings import StartError, WorkerSettings
 from forebay_shared.wire import Done, Embedded, Encode, Failed, Reply, Started, TextDelta
 from forebay_worker.conformance.driver import GATEWAY, Driven
+from forebay_worker.engines.base import Measured
 from forebay_worker.engines.http.breaker import ASIDE_S, TRIP_AT, Replica, choose
 from forebay_worker.engines.http.engine import HttpEngine
 from forebay_worker.engines.places import Places
 from gateway_fakes import wait_until
 from patience import PATIENCE_S
+from prometheus_client import CollectorRegistry, generate_latest
 from upstream_fakes import Call, Upstream, upstream
 
 HI = Chat(messages=(AskedMessage("user", "hi"),))
@@ -364,14 +366,95 @@ def test_calls_go_where_they_work(far: Upstream, monkeypatch: pytest.MonkeyPatch
     assert sum(isinstance(reply, Done) for reply in outcomes) == 12 - TRIP_AT
 
 
+def figures(driven: Driven) -> dict[str, float]:
+    """The upstream's metrics that are not 0, without the engine's name."""
+    registry = CollectorRegistry()
+    assert isinstance(driven.engine, Measured)
+    driven.engine.measure(registry, "w")
+    text = generate_latest(registry).decode()
+    lines = [line.split() for line in text.splitlines() if line.startswith("forebay_")]
+    return {name.replace('engine="w",', ""): float(value) for name, value in lines if float(value)}
+
+
+@pytest.mark.parametrize("reason", ["status", "unreachable", "timeout", "answer"])
+def test_what_sets_a_replica_aside_is_counted(
+    far: Upstream, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay_worker.engines.http.engine.PROBE_S", 60)
+
+    async def play(call: Call) -> None:
+        if reason == "status":
+            await call.answer(500, {})
+        elif reason == "unreachable":
+            call.writer.transport.abort()
+        elif reason == "timeout":
+            await call.left()
+        else:
+            await call.begin()
+            await call.send(b"data: garbage\n\n")
+
+    with (
+        upstream() as other,
+        engine(
+            far, upstream_url=(other.url, far.url), upstream_first_token_timeout_s=0.5
+        ) as driven,
+    ):
+        wait_until(lambda: len(figures(driven)) == 4, "each has been asked whether it is there")
+        fine = figures(driven)
+        assert fine == {
+            'forebay_upstream_up{replica="0"}': 1,
+            'forebay_upstream_up{replica="1"}': 1,
+            'forebay_upstream_probes_total{replica="0",result="ok"}': 1,
+            'forebay_upstream_probes_total{replica="1",result="ok"}': 1,
+        }
+        other.handler = play
+        for _ in range(TRIP_AT + 3):
+            driven.ended(driven.submit_text(HI, PLAIN))
+        assert figures(driven) == fine | {
+            'forebay_upstream_aside{replica="0"}': 1,
+            f'forebay_upstream_trips_total{{reason="{reason}",replica="0"}}': 1,
+        }
+
+
+def test_probes_are_counted_by_what_came(far: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay_worker.engines.http.engine.PROBE_S", 0.01)
+
+    def count(result: str) -> float:
+        name = f'forebay_upstream_probes_total{{replica="0",result="{result}"}}'
+        return figures(driven).get(name, 0)
+
+    with engine(far) as driven:
+        wait_until(lambda: count("ok") > 1, "it answers")
+        far.status = 401
+        wait_until(lambda: count("refused") > 1, "who refuses is there")
+        assert 'forebay_upstream_up{replica="0"}' in figures(driven)
+        far.close()
+        wait_until(lambda: count("failed") > 1, "nobody is there")
+        assert 'forebay_upstream_up{replica="0"}' not in figures(driven)
+
+
+def test_a_trip_counts_once_for_each_time_aside() -> None:
+    replica = Replica("a")
+    for _ in range(TRIP_AT + 4):  # calls that were open together
+        replica.failed(100.0, "status")
+    assert sum(replica.trips.values()) == 1
+    assert replica.is_aside(100.0)
+    again = replica.aside_until
+    assert not replica.is_aside(again)
+    replica.failed(again, "timeout")
+    assert replica.trips == {"unreachable": 0, "timeout": 1, "status": 1, "answer": 0}
+    replica.succeeded()
+    assert not replica.is_aside(again)
+
+
 def test_the_last_replica_is_never_set_aside() -> None:
     alone = [Replica("a")]
     for _ in range(20):
-        alone[0].failed(100.0)
+        alone[0].failed(100.0, "status")
     assert choose(alone, 100.0) is alone[0]
     two = [Replica("a"), Replica("b")]
     for _ in range(TRIP_AT):
-        two[0].failed(100.0)
+        two[0].failed(100.0, "status")
     assert choose(two, 100.0) is two[1]
     two[1].up = False
     assert choose(two, 100.0) is two[0], "one that fails is better than one that is gone"

@@ -27,7 +27,7 @@ from forebay_worker.announcement import Announcement
 from forebay_worker.beacon import Presence
 from forebay_worker.digest import Digests
 from forebay_worker.door import Bounds
-from forebay_worker.engines.base import Engine
+from forebay_worker.engines.base import Engine, Measured
 from forebay_worker.engines.naming import expected_names
 from forebay_worker.engines.registry import build
 from forebay_worker.service import Service
@@ -98,6 +98,8 @@ async def serve(
         enable_prefix_caching=settings.enable_prefix_caching,
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
+    if isinstance(engine, Measured):
+        engine.measure(metrics.registry, worker)
     publisher = Publisher(settings.redis_url)
     mishaps = WorkerMetrics(metrics.registry, engine=worker)
     bounds = Bounds(

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from forebay_shared.models import ModelCard
 from forebay_shared.wire import Encode, Load, Submit, SubmitText
+from prometheus_client import CollectorRegistry
 
 from forebay_worker.engine.cache_log import CacheLog
 from forebay_worker.engine.ports import Emit, Recorder
@@ -19,6 +20,7 @@ __all__ = [
     "Emit",
     "Encoder",
     "Engine",
+    "Measured",
     "Recorder",
     "Teller",
 ]
@@ -107,4 +109,13 @@ class CacheTeller(Protocol):
     def cache_log(self) -> CacheLog | None:
         """Where it notes each block that enters or leaves the cache, by the hashes of
         `forebay_shared.blocks`; None when it keeps no cache."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """What an engine has besides when it has metrics of its own."""
+
+    def measure(self, registry: CollectorRegistry, engine: str) -> None:
+        """Registers them, once, before `start`. Each has the label `engine`."""
         ...

@@ -8,12 +8,14 @@ seen. See docs/upstreams.md.
 import asyncio
 import contextlib
 import logging
+import time
 from contextlib import aclosing
 
 from forebay_shared.asked import Chat
 from forebay_shared.errors import ForebayError, UnsupportedError, UpstreamError
 from forebay_shared.models import CAP_EMBED, ModelCard
 from forebay_shared.settings import WorkerSettings
+from forebay_shared.telemetry import UpstreamMetrics
 from forebay_shared.wire import (
     Embedded,
     Encode,
@@ -23,6 +25,7 @@ from forebay_shared.wire import (
     TextDelta,
     Usage,
 )
+from prometheus_client import CollectorRegistry
 
 from forebay_worker.engines.http.bodies import body_of, embedding_body
 from forebay_worker.engines.http.breaker import Replica
@@ -58,6 +61,9 @@ class HttpEngine(TaskEngine):
     def available(self) -> bool:
         """Some replica answers."""
         return any(replica.up for replica in self._replicas)
+
+    def measure(self, registry: CollectorRegistry, engine: str) -> None:
+        registry.register(UpstreamMetrics(engine, self._replicas, time.monotonic))
 
     async def serve(self, stopping: asyncio.Event) -> None:
         """Holds the connections, and asks each replica now and then whether it is there."""

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import aiohttp
 from forebay_shared.errors import DeadlineError, ForebayError, UpstreamError
 from forebay_shared.settings import Secret, WorkerSettings
+from forebay_shared.telemetry import TripReason
 
 from forebay_worker.engines.http.breaker import Replica, choose
 from forebay_worker.engines.http.chunks import Chunk, Events, chunk_of
@@ -30,6 +31,10 @@ KEEP_ALIVE_S = 30.0
 DONE = b"[DONE]"
 END_S = 0.5
 """After its last event an answer ends at once, or its connection is closed."""
+
+
+class UnreachableError(UpstreamError):
+    """No connection, or one that broke."""
 
 
 class Upstream:
@@ -93,14 +98,14 @@ class Upstream:
 
     async def probe(self, replica: Replica) -> bool:
         """Whether it answers at all: what is refused is refused by somebody."""
-        try:
+        status = 599
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 async with self._session.get(
                     f"{replica.url}/models", allow_redirects=False
                 ) as response:
-                    replica.up = response.status < 500
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            replica.up = False
+                    status = response.status
+        replica.probed("failed" if status >= 500 else "refused" if status >= 400 else "ok")
         return replica.up
 
     @asynccontextmanager
@@ -110,6 +115,7 @@ class Upstream:
         """One call of one replica; counts how it ended."""
         replica = choose(self.replicas, time.monotonic())
         replica.open += 1
+        why: TripReason = "answer"
         try:
             with _translated():
                 async with asyncio.timeout_at(due) as patience:
@@ -122,13 +128,17 @@ class Upstream:
                     patience.reschedule(None)
             async with response:
                 if response.status != 200:
+                    why = "status"
                     data = await self._whole(response, due, MAX_ERROR_BYTES)
                     raise refusal(response.status, response.headers, data, self._key)
                 yield response
                 replica.succeeded()
         except ForebayError as error:
-            if counts(error) or isinstance(error, DeadlineError):
-                replica.failed(time.monotonic())
+            if isinstance(error, DeadlineError):
+                replica.failed(time.monotonic(), "timeout")
+            elif counts(error):
+                broke = isinstance(error, UnreachableError)
+                replica.failed(time.monotonic(), "unreachable" if broke else why)
             else:
                 replica.succeeded()
             raise
@@ -165,14 +175,14 @@ def _translated() -> Generator[None]:
     try:
         yield
     except aiohttp.ServerTimeoutError:
-        raise UpstreamError("The upstream cannot be reached in time.") from None
+        raise UnreachableError("The upstream cannot be reached in time.") from None
     except TimeoutError:
         raise DeadlineError("The upstream did not answer in time.") from None
     except aiohttp.ClientConnectorError:
-        raise UpstreamError("The upstream cannot be reached.") from None
+        raise UnreachableError("The upstream cannot be reached.") from None
     except (aiohttp.ClientError, OSError) as error:
         log.info("an upstream's connection failed: %s", type(error).__name__)
-        raise UpstreamError("The connection to the upstream broke.") from None
+        raise UnreachableError("The connection to the upstream broke.") from None
 
 
 def headers_of(key: str) -> dict[str, str]:
