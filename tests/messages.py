@@ -82,6 +82,7 @@ def check_message_stream(raw: bytes, *, model: str) -> dict:
             assert set(event["delta"]) == {"stop_reason", "stop_sequence"}
             message |= event["delta"]
             message["usage"] |= event["usage"]
+            message |= {key: event[key] for key in {"context_management"} & set(event)}
             _check_end(message, message["content"])
         elif kind == "error":
             check_message_error(json.dumps(event).encode())
@@ -123,7 +124,7 @@ def _events(raw: bytes) -> list[tuple[str, dict]]:
 
 
 def _check_head(message: dict, model: str) -> None:
-    assert set(message) == {
+    assert set(message) - {"context_management"} == {
         "id",
         "type",
         "role",

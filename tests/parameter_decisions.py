@@ -150,7 +150,7 @@ DECISIONS = {
     "tools": honoured([TOOL], [{"type": "custom"}], "chat"),
     "top_k": honoured(5, -2),
     "top_logprobs": honoured(0, 21, "chat"),
-    "top_p": honoured(0.5, 0),
+    "top_p": honoured(0, 1.1),
     "truncate_prompt_tokens": honoured(-1, MAX_LEN + 1),
     "truncation_side": honoured("right", "top"),
     "use_audio_in_video": refused(True, False),

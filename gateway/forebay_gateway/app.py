@@ -20,8 +20,9 @@ from forebay_gateway.api.dialects import written
 from forebay_gateway.api.edge import Edge
 from forebay_gateway.api.errors import ClientGoneError, foreseen
 from forebay_gateway.api.health import health_routes
+from forebay_gateway.api.models import model_routes
 from forebay_gateway.api.openai.embeddings import EmbeddingService
-from forebay_gateway.api.openai.routes import embedding_apps, generation_apps, model_routes
+from forebay_gateway.api.openai.routes import embedding_apps, generation_apps
 from forebay_gateway.api.openai.scoring import ScoringService
 from forebay_gateway.api.openai.service import OpenAIService
 from forebay_gateway.api.openai.turns import Turns

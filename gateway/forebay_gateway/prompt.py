@@ -11,7 +11,7 @@ import ctypes
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Protocol, Self, TypeVar
@@ -27,6 +27,7 @@ from forebay_shared.models import ModelCard
 from forebay_shared.template import ChatTemplate, Json
 from tokenizers import Tokenizer
 
+from forebay_gateway.order import orders
 from forebay_gateway.output import Vocabulary
 from forebay_gateway.request_template import RequestTemplate
 from forebay_gateway.tools.history import with_short_ids, with_text_arguments
@@ -190,19 +191,26 @@ class Renderer:
         add_generation_prompt: bool,
         kwargs: dict[str, Json],
     ) -> str:
-        """Most templates want the arguments of calls as objects, some as text."""
-        try:
-            return template.render(
-                messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs
-            )
-        except InvalidRequestError:
-            if not any("tool_calls" in message for message in messages):
-                raise
-            return template.render(
-                with_text_arguments(messages),
-                add_generation_prompt=add_generation_prompt,
-                kwargs=kwargs,
-            )
+        """Most templates want the arguments of calls as objects, some as text, and some insist on
+        an order of the roles. Raises what the template said of the conversation as it is."""
+        refusal: InvalidRequestError | None = None
+        for said in self._forms(template, messages):
+            try:
+                return template.render(
+                    said, add_generation_prompt=add_generation_prompt, kwargs=kwargs
+                )
+            except InvalidRequestError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def _forms(self, template: Template, messages: list[Message]) -> Iterator[list[Message]]:
+        """What to try: a request's own template gets its conversation in its own order."""
+        own = isinstance(template, RequestTemplate)
+        for said in [messages] if own else orders(messages):
+            yield said
+            if any("tool_calls" in message for message in said):
+                yield with_text_arguments(said)
 
     def text(
         self,
@@ -299,7 +307,7 @@ class Renderer:
             return truncation.shorten(text, self.vocabulary.longest)
         least = -(-len(text) // self.vocabulary.longest)
         if least >= self._max_model_len:
-            raise context_length_error(f"at least {least}", self._max_model_len, param)
+            raise context_length_error(least, self._max_model_len, param, counted=False)
         return text
 
 
@@ -308,12 +316,18 @@ def _cut_in_two(match: re.Match[str]) -> str:
     return f"{text[:1]}{_CUT}{text[1:]}"
 
 
-def context_length_error(tokens: int | str, limit: int, param: str) -> ContextLengthError:
-    return ContextLengthError(
+def context_length_error(
+    tokens: int, limit: int, param: str, *, counted: bool = True
+) -> ContextLengthError:
+    """Not `counted`: there are so many tokens at least."""
+    found = str(tokens) if counted else f"at least {tokens}"
+    error = ContextLengthError(
         f"This model's maximum context length is {limit} tokens. However, your {param} resulted in "
-        f"{tokens} tokens, which leaves no room for an answer. Please reduce the length.",
+        f"{found} tokens, which leaves no room for an answer. Please reduce the length.",
         param=param,
     )
+    error.tokens, error.limit = tokens, limit
+    return error
 
 
 class Renderers:

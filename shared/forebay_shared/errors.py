@@ -59,7 +59,11 @@ class InvalidRequestError(ForebayError):
 
 
 class ContextLengthError(InvalidRequestError):
+    """`tokens`, at least, are asked for where a context holds `limit`; 0 where nobody counted."""
+
     code = "context_length_exceeded"
+    tokens: int = 0
+    limit: int = 0
 
 
 class PreviousResponseError(InvalidRequestError):

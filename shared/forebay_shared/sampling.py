@@ -21,6 +21,8 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_BYTES = 128 * 1024
 # Below this the softmax of float32 logits over / temperature overflows; such a request is greedy.
 GREEDY_TEMPERATURE = 1e-4
+# Of fewer ids than ten million one always has more than this: no other is left. Clients send 0.
+GREEDY_TOP_P = 1e-7
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p < GREEDY_TOP_P
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequestError that names the first bad field.
@@ -83,8 +85,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             raise InvalidRequestError(
                 "repetition_penalty must be above 0.", param="repetition_penalty"
             )
-        if self.top_p <= 0:
-            raise InvalidRequestError("top_p must be above 0.", param="top_p")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:

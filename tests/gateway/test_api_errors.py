@@ -53,7 +53,7 @@ BOUNDS = {
     "max_completion_tokens": set(),
     "min_tokens": {0},
     "temperature": {0, 1.5},
-    "top_p": set(),
+    "top_p": {0},
     "top_k": {0, -1},
     "min_p": {0},
     "presence_penalty": {0, -1, 1.5},

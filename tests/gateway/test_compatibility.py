@@ -154,6 +154,7 @@ MESSAGES = Endpoint(
         "cache_salt": "mine",
         "chat_template_kwargs": {"a": 1},
         "priority": 1,
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "metadata": {"user_id": "u"},
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},

@@ -322,6 +322,109 @@ def test_what_changes_no_answer_is_accepted_and_null_is_absent(api: Api, field: 
     both(api, **{field: IGNORED[field]})
 
 
+def test_edits_of_the_context_are_taken_and_said_not_to_be_applied(api: Api) -> None:
+    """What Claude Code asks for with every request."""
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert both(api, context_management=edits)["context_management"] == {"applied_edits": []}
+    assert "context_management" not in both(api)
+    body = {"model": MODEL, "messages": HI, "context_management": edits}
+    counted = api.http.post("/v1/messages/count_tokens", json=body).json()
+    tokens = counted["input_tokens"]
+    assert counted["context_management"] == {"original_input_tokens": tokens}
+
+
+def test_a_line_for_the_bill_is_no_part_of_the_prompt(api: Api) -> None:
+    """It comes with every request of Claude Code, each time another one."""
+    line, prompts = "x-anthropic-billing-header: cc_version=2; cch={};", set()
+    for i, system in enumerate(("You are kind.", [{"type": "text", "text": "You are kind."}]) * 2):
+        sent = f"{line.format(i)}\n{system}"
+        if isinstance(system, list):
+            sent = [{"type": "text", "text": line.format(i)}, *system]
+        both(api, system=sent)
+        prompts.add(prompt_text(api))
+    both(api, system="You are kind.")
+    assert prompts == {prompt_text(api)}
+
+
+def test_documents_and_search_results_of_text_are_read(api: Api) -> None:
+    page = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+    parts = {"type": "content", "content": [{"type": "text", "text": "It"}, text("snows.")]}
+    shown = [
+        {"type": "document", "title": "News", "context": "Of today.", "source": page},
+        {"type": "document", "source": parts, "citations": {"enabled": False}},
+        {"type": "search_result", "source": "http://x", "title": "X", "content": [text("hails.")]},
+    ]
+    said = "News\nOf today.\nIt rains.\nIt\nsnows.\nX\nhttp://x\nhails."
+    both(api, messages=[{"role": "user", "content": shown}])
+    assert f"user\n{said}<|im_end|>" in prompt_text(api)
+    both(api, messages=called(shown))
+    assert f"tool\n{said}(toolu_1)<|im_end|>" in prompt_text(api)
+
+
+def text(words: str) -> dict:
+    return {"type": "text", "text": words}
+
+
+def called(result: list[dict], name: str = "time") -> list[dict]:
+    use = {"type": "tool_use", "id": "toolu_1", "name": name, "input": {}}
+    answer = {"type": "tool_result", "tool_use_id": "toolu_1", "content": result}
+    return [
+        *HI,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [answer]},
+    ]
+
+
+LATER = WEATHER | {"defer_loading": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"tools": [LATER, TIME]}, False),
+        ({"tools": [LATER]}, False),
+        ({"tools": [LATER, TIME], "tool_choice": {"type": "tool", "name": "weather"}}, True),
+        (
+            {
+                "tools": [LATER, TIME],
+                "messages": called([{"type": "tool_reference", "tool_name": "weather"}]),
+            },
+            True,
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
+                    LATER,
+                ]
+            },
+            True,
+        ),
+    ],
+)
+def test_a_deferred_tool_is_shown_once_it_is_referred_to_or_nobody_could(
+    api: Api, fields: dict, shown: bool
+) -> None:
+    assert post(api, **fields).status_code == 200
+    assert ('"name": "weather"' in prompt_text(api)) is shown
+
+
+def test_models_are_listed_as_anthropics_clients_read_them(api: Api) -> None:
+    client = anthropic.Anthropic(base_url=api.url, api_key="k")
+    names = [entry["id"] for entry in api.http.get("/v1/models").json()["data"]]
+    whole = client.models.list()
+    assert [model.id for model in whole.data] == names
+    assert (whole.first_id, whole.last_id, whole.has_more) == (names[0], names[-1], False)
+    assert client.models.retrieve(names[-1]) == whole.data[-1]
+    assert whole.data[0].max_input_tokens == 4096
+    assert [model.id for model in client.models.list(limit=1)] == names
+    before = client.models.list(before_id=names[-1], limit=1)
+    assert [model.id for model in before.data] == names[-2:-1]
+    assert not before.has_more
+    with pytest.raises(anthropic.BadRequestError):
+        client.models.list(after_id="nobody")
+
+
 def block(**fields: object) -> dict:
     return {"messages": [{"role": "user", "content": [fields]}]}
 
@@ -343,8 +446,18 @@ def answer_with(**fields: object) -> dict:
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         (block(type="image", source={}), "messages[0].content[0].type"),
-        (block(type="document", source={}), "messages[0].content[0].type"),
-        (block(type="search_result"), "messages[0].content[0].type"),
+        (block(type="document"), "messages[0].content[0].source"),
+        (block(type="document", source={"type": "url"}), "messages[0].content[0].source.type"),
+        (block(type="document", source={"type": "text"}), "messages[0].content[0].source.data"),
+        (
+            block(type="document", source={"type": "content", "content": [{"type": "image"}]}),
+            "messages[0].content[0].source.content[0].type",
+        ),
+        (block(type="document", citations={"enabled": True}), "messages[0].content[0].citations"),
+        (block(type="search_result", source={}), "messages[0].content[0].source"),
+        (block(type="search_result", source="s"), "messages[0].content[0].content"),
+        (block(type="tool_reference"), "messages[0].content[0].tool_name"),
+        (answer_with(type="document"), "messages[1].content[0].type"),
         (block(type="tool_use", id="t", name="n", input={}), "messages[0].content[0].type"),
         (block(type="text"), "messages[0].content[0].text"),
         (block(text="x"), "messages[0].content[0].type"),
@@ -368,7 +481,7 @@ def answer_with(**fields: object) -> dict:
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "x y", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "x", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
-        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"context_management": {"edits": [{}]}}, "context_management.edits[0].type"),
         ({"tools": [WEATHER | {"allowed_callers": ["x"]}]}, "tools[0].allowed_callers"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "required"}}, "tool_choice.type"),
@@ -385,7 +498,7 @@ def answer_with(**fields: object) -> dict:
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"temperature": 1.5}, "temperature"),
         ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -419,7 +532,9 @@ def test_the_count_is_what_the_call_itself_uses(api: Api) -> None:
 
 def test_what_is_longer_than_the_context_can_still_be_counted(api: Api) -> None:
     messages = [{"role": "user", "content": "a b " * 5000}]
-    refused(post(api, messages=messages), "maximum context length")
+    refused(post(api, messages=messages), "prompt is too long: 20016 tokens > 4096 maximum")
+    longer = [{"role": "user", "content": "a b " * 50_000}]
+    refused(post(api, messages=longer), " tokens > 4096 maximum")
     body = {"model": MODEL, "messages": messages}
     response = api.http.post("/v1/messages/count_tokens", json=body)
     assert response.json()["input_tokens"] > 4096

@@ -306,3 +306,63 @@ async def test_only_so_many_renderers_are_kept() -> None:
     assert len(fetched) == len(cards)
     await renderers.get(cards[0])
     assert len(fetched) == len(cards) + 1
+
+
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}"
+    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}" + ALTERNATING
+)
+
+
+def turns(roles: str) -> list[dict[str, str]]:
+    """`su` is a system message that says 0 and a user's that says 1."""
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "text"),
+    [
+        (FIRST_ONLY, "suau", "[system]0[user]1[assistant]2[user]3"),
+        (FIRST_ONLY, "ssu", "[system]0\n\n1[user]2"),
+        (FIRST_ONLY, "suasu", "[system]0[user]1[assistant]2[user]3[user]4"),
+        (FIRST_ONLY, "us", "[user]0[user]1"),
+        (ALTERNATING, "suuauu", "[system]0[user]1\n\n2[assistant]3[user]4\n\n5"),
+        (ALTERNATING, "suasu", "[system]0[user]1[assistant]2[user]3\n\n4"),
+        (ALTERNATING, "uaau", "[user]0[assistant]1\n\n2[user]3"),
+        (ALTERNATING, "sau", "[user]0[assistant]1[user]2"),
+        (ALTERNATING, "au", "[user][assistant]0[user]1"),
+        (NO_SYSTEM, "su", "[user]0\n\n1"),
+        (NO_SYSTEM, "s", "[user]0"),
+        (NO_SYSTEM, "suasu", "[user]0\n\n1[assistant]2[user]3\n\n4"),
+    ],
+)
+def test_what_a_strict_template_refuses_is_said_in_an_order_that_it_takes(
+    template: str, roles: str, text: str
+) -> None:
+    rendering = renderer(template)
+    assert rendering.decode(rendering.chat(turns(roles), TemplateOptions())) == text
+
+
+def test_a_late_system_message_leaves_what_was_said_before_it_as_it_was() -> None:
+    strict = renderer(FIRST_ONLY)
+    before, after = (strict.chat(turns(roles), TemplateOptions()) for roles in ("sua", "suas"))
+    assert after[: len(before)] == before
+
+
+def test_a_template_that_refuses_every_order_is_heard_on_the_clients_own() -> None:
+    rude = renderer("{{ raise_exception('no ' ~ messages | length) }}")
+    with pytest.raises(InvalidRequestError, match="refuses these messages: no 3"):
+        rude.chat(turns("ssu"), TemplateOptions())

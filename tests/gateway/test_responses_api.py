@@ -270,7 +270,7 @@ def test_a_format_is_a_grammar_under_this_dialects_name(api: Api) -> None:
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("max_tool_calls", {"max_tool_calls": -1}),
         ("temperature", {"temperature": 2.1}),
-        ("top_p", {"top_p": 0}),
+        ("top_p", {"top_p": 1.1}),
         ("top_logprobs", {"top_logprobs": 21}),
         ("truncation", {"truncation": "maybe"}),
         ("service_tier", {"service_tier": "gold"}),

@@ -302,7 +302,7 @@ def test_an_id_that_is_null_is_named(api: Api) -> None:
         ("tools", {"tools": [TIME, TIME]}),
         (
             "tools",
-            {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]},
+            {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]},
         ),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tool_choice": "required", "tools": []}),
@@ -327,7 +327,7 @@ def test_an_id_that_is_null_is_named(api: Api) -> None:
         ("functions", {"functions": [{"name": "f"}], "tools": TOOLS}),
         ("functions", {"functions": [{"name": "f"}], "tool_choice": "auto"}),
         ("functions", {"functions": [{"name": "f"}] * 2}),
-        ("functions", {"functions": [{"name": f"f{i}"} for i in range(129)]}),
+        ("functions", {"functions": [{"name": f"f{i}"} for i in range(1025)]}),
         ("functions[0].name", {"functions": [{"name": "a b"}]}),
         ("functions[0].parameters", {"functions": [{"name": "f", "parameters": {"type": 1}}]}),
         ("function_call", {"function_call": {"name": "f"}}),

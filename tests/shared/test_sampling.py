@@ -15,7 +15,7 @@ VOCABULARY = 100
         ("max_tokens", -1),
         ("temperature", 2.1),
         ("temperature", math.nan),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("top_k", -1),
         ("min_p", math.inf),
@@ -55,7 +55,11 @@ def test_the_widest_values_that_a_client_may_ask_for_pass() -> None:
     ).validate(VOCABULARY)
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(0, 0), (1e-6, 0), (1, 1)])
-def test_no_heat_or_one_candidate_is_greedy(temperature: float, top_k: int) -> None:
-    assert SamplingParams(temperature=temperature, top_k=top_k).greedy
+@pytest.mark.parametrize(
+    "asked",
+    [{"temperature": 0}, {"temperature": 1e-6}, {"top_k": 1}, {"top_p": 0}, {"top_p": 1e-46}],
+)
+def test_no_heat_or_one_candidate_is_greedy(asked: dict[str, float]) -> None:
+    SamplingParams(**asked).validate(VOCABULARY)
+    assert SamplingParams(**asked).greedy
     assert not SamplingParams(temperature=1).greedy

@@ -75,7 +75,7 @@ def free_blocks(core: EngineCore) -> int:
         ({"starts": (SequenceStart(0, pack_ids([64])),)}, "invalid_value", "emitted"),
         ({"weight": 0.0}, "invalid_value", "weight"),
         ({"weight": float("nan")}, "invalid_value", "weight"),
-        ({"sampling": SamplingParams(top_p=0)}, "invalid_value", "top_p"),
+        ({"sampling": SamplingParams(top_p=2)}, "invalid_value", "top_p"),
         ({"sampling": SamplingParams(stop_token_ids=(64,))}, "invalid_value", "stop_token_ids"),
         (
             {"sampling": SamplingParams(allowed_token_ids=(EOS,), min_tokens=1)},

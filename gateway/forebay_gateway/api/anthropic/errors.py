@@ -7,7 +7,7 @@ the chat request that a call was translated into. It knows no route.
 import re
 
 import msgspec
-from forebay_shared.errors import ForebayError, OverloadedError
+from forebay_shared.errors import ContextLengthError, ForebayError, OverloadedError
 
 from forebay_gateway.api.errors import MAX_MESSAGE
 
@@ -61,6 +61,8 @@ def _type(error: ForebayError) -> str:
 
 def _renamed(error: ForebayError) -> str:
     """The message, with the field under the name that the client knows."""
+    if isinstance(error, ContextLengthError):
+        return _too_long(error)
     param = error.param
     if param is None:
         return error.message
@@ -68,3 +70,10 @@ def _renamed(error: ForebayError) -> str:
     for pattern, name in _NAMES:
         renamed = pattern.sub(name, renamed)
     return error.message if renamed == param else error.message.replace(param, renamed)
+
+
+def _too_long(error: ContextLengthError) -> str:
+    """In Anthropic's own words: agents look for them, to make their conversation shorter."""
+    if not error.limit:
+        return f"prompt is too long: {error.message}"
+    return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"

@@ -30,7 +30,6 @@ class Unsupported(refused.Foreign, frozen=True, kw_only=True):
     best_of: object = None
     chat_template: object = None
     container: object = None
-    context_management: object = None
     continue_final_message: object = None
     documents: object = None
     echo: object = None
@@ -87,11 +86,25 @@ _HINTS = {
 }
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Where a document's text is, or a picture's bytes."""
+
+    type: str | None = None
+    data: str | None = None
+    content: "str | list[Block] | None" = None
+
+
 class Block(msgspec.Struct, frozen=True):
-    """A piece of a message, of any type; `translate` says which fields a type must have."""
+    """A piece of a message, of any type; `translate` and `reading` say which fields a type must
+    have."""
 
     type: str
     text: str | None = None
+    title: str | None = None
+    context: str | None = None
+    source: str | Source | None = None
+    citations: object = None
+    tool_name: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -139,6 +152,17 @@ class OutputConfig(msgspec.Struct, frozen=True):
     format: OutputFormat | None = None
 
 
+class ContextEdit(msgspec.Struct, frozen=True):
+    type: str
+
+
+class ContextManagement(msgspec.Struct, frozen=True):
+    """What may be left out of a conversation to save room. Nothing here does so, and the answer
+    says that none of it was applied."""
+
+    edits: list[ContextEdit] | None = None
+
+
 class CountRequest(Unsupported, frozen=True, kw_only=True):
     """What a prompt is made of. `cache_salt` and `chat_template_kwargs` are vLLM's additions."""
 
@@ -150,6 +174,7 @@ class CountRequest(Unsupported, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    context_management: ContextManagement | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
@@ -159,7 +184,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
 

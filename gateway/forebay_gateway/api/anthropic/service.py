@@ -6,7 +6,12 @@ Everything that can be wrong with a request is found before any answer begins. I
 import msgspec
 from litestar.types import ASGIApp
 
-from forebay_gateway.api.anthropic.schema import MessagesRequest, decode_count, decode_messages
+from forebay_gateway.api.anthropic.schema import (
+    CountRequest,
+    MessagesRequest,
+    decode_count,
+    decode_messages,
+)
 from forebay_gateway.api.anthropic.translate import chat_request
 from forebay_gateway.api.anthropic.writer import MessageWriter
 from forebay_gateway.api.openai.schema import ChatRequest
@@ -15,8 +20,15 @@ from forebay_gateway.api.respond import Answer
 from forebay_gateway.teams.caller import Caller
 
 
+class OriginalCount(msgspec.Struct, frozen=True):
+    original_input_tokens: int
+
+
 class TokenCount(msgspec.Struct, frozen=True):
+    """`context_management` is there if the request has it."""
+
     input_tokens: int
+    context_management: OriginalCount | msgspec.UnsetType = msgspec.UNSET
 
 
 class MessagesService:
@@ -41,12 +53,19 @@ class MessagesService:
             turn.job.request_id,
             asked.model,
             shows_thinking=asked.thinking is None or asked.thinking.display != "omitted",
+            tells_edits=asked.context_management is not None,
         )
         return self._turns.answer(request, [turn.job], turn.reading, writer)
 
     async def count(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
         """The prompt's tokens, ready to be answered."""
         size = len(body)
-        request = await self._turns.renderers.run(lambda: chat_request(decode_count(body)), size)
-        rendered = await self._turns.render(request, caller, size)
-        return Answer(msgspec.json.encode(TokenCount(len(rendered.token_ids))))
+
+        def read() -> tuple[CountRequest, ChatRequest]:
+            asked = decode_count(body)
+            return asked, chat_request(asked)
+
+        asked, request = await self._turns.renderers.run(read, size)
+        number = len((await self._turns.render(request, caller, size)).token_ids)
+        original = OriginalCount(number) if asked.context_management else msgspec.UNSET
+        return Answer(msgspec.json.encode(TokenCount(number, original)))

@@ -4,31 +4,30 @@ Every block is held against its message's role here, so that an error names the 
 client sent. It knows no model and no answer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
-from forebay_shared.errors import InvalidRequestError, UnsupportedError
+from forebay_shared.errors import InvalidRequestError
 
+from forebay_gateway.api.anthropic.reading import (
+    BREAK,
+    instructions,
+    material_of,
+    required,
+    text_of,
+    texts_of,
+)
 from forebay_gateway.api.anthropic.schema import (
     Block,
     CountRequest,
     Message,
     MessagesRequest,
     OutputFormat,
-    Tool,
-    ToolChoice,
 )
+from forebay_gateway.api.anthropic.tools import tool_choice, tool_definitions
 from forebay_gateway.api.openai import schema as chat
 from forebay_gateway.api.openai.structured import JsonSchemaFormat, ResponseFormat
-from forebay_gateway.api.openai.tools import (
-    FunctionDefinition,
-    NamedFunction,
-    NamedToolChoice,
-    ToolDefinition,
-)
 
-BREAK = "\n"
-"""What stands between two blocks of text in one message."""
 TURN_BREAK = "\n\n"
 """What stands between two messages of one role, which are one turn."""
 
@@ -43,8 +42,8 @@ def chat_request(request: CountRequest) -> chat.ChatRequest:
     common = chat.ChatRequest(
         model=request.model,
         messages=messages,
-        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())] or None,
-        tool_choice=None if choice is None else _tool_choice(choice),
+        tools=tool_definitions(request),
+        tool_choice=None if choice is None else tool_choice(choice),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         response_format=_response_format(request),
         chat_template_kwargs=_template_kwargs(request),
@@ -68,12 +67,8 @@ def chat_request(request: CountRequest) -> chat.ChatRequest:
 
 def _conversation(request: CountRequest) -> Iterator[chat.Message]:
     """The system's text and the turns: neighbours of one role are one turn."""
-    system = request.system
-    if isinstance(system, str):
-        waiting = chat.Message("system", system) if system else None
-    else:
-        texts = _texts(system or (), "system")
-        waiting = chat.Message("system", BREAK.join(texts)) if texts else None
+    system = instructions(request.system)
+    waiting = chat.Message("system", system) if system else None
     for i, message in enumerate(request.messages):
         for said in _said(message, f"messages[{i}]"):
             if waiting is not None and _is_one_turn(waiting, said):
@@ -113,7 +108,7 @@ def _said(message: Message, at: str) -> Iterator[chat.Message]:
     elif message.role == "assistant":
         yield _assistant(blocks, f"{at}.content")
     elif message.role == "system":
-        yield chat.Message("system", BREAK.join(_texts(blocks, f"{at}.content")))
+        yield chat.Message("system", BREAK.join(texts_of(blocks, f"{at}.content")))
     else:
         yield from _user(blocks, f"{at}.content")
 
@@ -122,7 +117,7 @@ def _user(blocks: Sequence[Block], at: str) -> Iterator[chat.Message]:
     texts: list[str] = []
     for i, block in enumerate(blocks):
         if block.type != "tool_result":
-            texts.append(_text(block, f"{at}[{i}]", "text or tool_result"))
+            texts.append(material_of(block, f"{at}[{i}]", "text or tool_result"))
             continue
         if texts:
             yield chat.Message("user", BREAK.join(texts))
@@ -134,13 +129,13 @@ def _user(blocks: Sequence[Block], at: str) -> Iterator[chat.Message]:
 
 def _tool_result(block: Block, at: str) -> chat.Message:
     """Templates know no failed result, so the text says that it is one."""
-    content = block.content
-    text = (
-        content if isinstance(content, str) else BREAK.join(_texts(content or (), f"{at}.content"))
-    )
+    text = block.content
+    if not isinstance(text, str):
+        shown = enumerate(text or ())
+        text = BREAK.join([material_of(each, f"{at}.content[{i}]") for i, each in shown])
     if block.is_error:
         text = f"Error: {text}" if text else "Error"
-    return chat.Message("tool", text, tool_call_id=_required(block.tool_use_id, at, "tool_use_id"))
+    return chat.Message("tool", text, tool_call_id=required(block.tool_use_id, at, "tool_use_id"))
 
 
 def _assistant(blocks: Sequence[Block], at: str) -> chat.Message:
@@ -151,13 +146,13 @@ def _assistant(blocks: Sequence[Block], at: str) -> chat.Message:
         where = f"{at}[{i}]"
         match block.type:
             case "thinking":
-                thoughts.append(_required(block.thinking, where, "thinking"))
+                thoughts.append(required(block.thinking, where, "thinking"))
             case "redacted_thinking":
                 pass  # nobody but the one who made it can read it
             case "tool_use":
                 calls.append(_tool_call(block, where))
             case _:
-                texts.append(_text(block, where, "text, thinking or tool_use"))
+                texts.append(text_of(block, where, "text, thinking or tool_use"))
     return chat.Message(
         "assistant",
         BREAK.join(texts),
@@ -170,8 +165,8 @@ def _tool_call(block: Block, at: str) -> chat.ToolCall:
     arguments = bytes(block.input).decode(errors="replace")
     if not arguments.startswith("{"):
         raise InvalidRequestError(f"{at}.input must be an object.", param=f"{at}.input")
-    function = chat.FunctionCall(_required(block.name, at, "name"), arguments)
-    return chat.ToolCall(function, id=_required(block.id, at, "id"), type="function")
+    function = chat.FunctionCall(required(block.name, at, "name"), arguments)
+    return chat.ToolCall(function, id=required(block.id, at, "id"), type="function")
 
 
 def _check_prefill(message: Message, at: str) -> None:
@@ -184,60 +179,6 @@ def _check_prefill(message: Message, at: str) -> None:
             f"{at} must not end with {last}: the last message is what the model goes on with.",
             param=at,
         )
-
-
-def _texts(blocks: Iterable[Block], at: str) -> list[str]:
-    return [_text(block, f"{at}[{i}]", "text") for i, block in enumerate(blocks)]
-
-
-def _text(block: Block, at: str, allowed: str) -> str:
-    if block.type != "text":
-        raise UnsupportedError(
-            f"{at}.type must be {allowed}: nothing else can be read here.", param=f"{at}.type"
-        )
-    return _required(block.text, at, "text")
-
-
-def _required(value: str | None, at: str, name: str) -> str:
-    if value is None:
-        raise InvalidRequestError(f"{at}.{name} is required.", param=f"{at}.{name}")
-    return value
-
-
-def _tool(tool: Tool, at: str) -> ToolDefinition:
-    if tool.type not in (None, "custom"):
-        raise UnsupportedError(
-            f"{at}.type must be custom: this server runs no tools itself.", param=f"{at}.type"
-        )
-    if tool.input_schema is None:
-        raise InvalidRequestError(f"{at}.input_schema is required.", param=f"{at}.input_schema")
-    if tool.defer_loading:
-        raise UnsupportedError(f"{at}.defer_loading is not supported.", param=f"{at}.defer_loading")
-    if tool.allowed_callers not in (None, ["direct"]):
-        raise UnsupportedError(
-            f"{at}.allowed_callers may only hold direct.", param=f"{at}.allowed_callers"
-        )
-    examples = {"examples": tool.input_examples} if tool.input_examples else {}
-    function = FunctionDefinition(
-        tool.name, tool.description, tool.input_schema | examples, tool.strict
-    )
-    return ToolDefinition("function", function)
-
-
-def _tool_choice(choice: ToolChoice) -> str | NamedToolChoice:
-    match choice.type:
-        case "auto" | "none":
-            return choice.type
-        case "any":
-            return "required"
-        case "tool":
-            if choice.name is None:
-                raise InvalidRequestError("tool_choice.name is required.", param="tool_choice.name")
-            return NamedToolChoice("function", NamedFunction(choice.name))
-        case _:
-            raise InvalidRequestError(
-                "tool_choice.type must be auto, any, tool or none.", param="tool_choice.type"
-            )
 
 
 def _response_format(request: CountRequest) -> ResponseFormat | None:

@@ -14,16 +14,20 @@ _encode = msgspec.json.Encoder().encode
 
 _STOP_REASONS = {"stop": b"end_turn", "length": b"max_tokens", "tool_calls": b"tool_use"}
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_NO_EDITS = b',"context_management":{"applied_edits":[]}'
 _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 class MessageWriter:
-    """An `answers.Writer` of one message."""
+    """An `answers.Writer` of one message. `tells_edits`: the client asked for edits of its context,
+    of which none is ever applied."""
 
     running_usage = False
     sign_of_life = _PING
 
-    def __init__(self, answer_id: str, model: str, *, shows_thinking: bool = True) -> None:
+    def __init__(
+        self, answer_id: str, model: str, *, shows_thinking: bool = True, tells_edits: bool = False
+    ) -> None:
         self._head = b'{"id":%b,"type":"message","role":"assistant","model":%b' % (
             _encode(answer_id),
             _encode(model),
@@ -31,6 +35,7 @@ class MessageWriter:
         self._blocks = Blocks(shows_thinking=shows_thinking)
         self._kept: list[Block] = []
         self._ending = b'"stop_reason":null,"stop_sequence":null'
+        self._edits = _NO_EDITS if tells_edits else b""
 
     def opening(self, size: int, usage: Usage) -> bytes:
         message = b'%b,"content":[],%b,"usage":%b}' % (
@@ -49,8 +54,8 @@ class MessageWriter:
 
     def closing(self, usage: Usage) -> bytes:
         return (
-            b'event: message_delta\ndata: {"type":"message_delta","delta":{%b},"usage":%b}\n\n%b'
-            % (self._ending, _usage(usage), _STOP)
+            b'event: message_delta\ndata: {"type":"message_delta","delta":{%b},"usage":%b%b}\n\n%b'
+            % (self._ending, _usage(usage), self._edits, _STOP)
         )
 
     def failure(self, error: ForebayError) -> bytes:
@@ -68,11 +73,12 @@ class MessageWriter:
         self, answers: Sequence[Collected], reasons: Sequence[FinishReason], usage: Usage
     ) -> bytes:
         content = b",".join([block.whole() for block in self._kept])
-        return b'%b,"content":[%b],%b,"usage":%b}' % (
+        return b'%b,"content":[%b],%b,"usage":%b%b}' % (
             self._head,
             content,
             self._ending,
             _usage(usage),
+            self._edits,
         )
 
     def _note_ending(self, update: Update) -> None:

@@ -46,7 +46,7 @@ class GenerationRequest(Borrowed, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_MAX_INT32)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_MAX_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: int | None = None

@@ -15,7 +15,8 @@ from forebay_gateway.tools.base import MAX_NAME, Tool, ToolUse
 
 T = TypeVar("T")
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
+"""OpenAI takes 128, but agents with a few hosts of tools send more: 215 have been seen."""
 MAX_SCHEMA_DEPTH = 100
 
 _NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}")

@@ -312,5 +312,5 @@ def _conversation(request: ChatRequest, card: ModelCard) -> list[Message]:
     """The messages for the template, unless they are too many: each takes a token at least."""
     number = len(request.messages)
     if number >= card.max_model_len:
-        raise context_length_error(f"at least {number}", card.max_model_len, "messages")
+        raise context_length_error(number, card.max_model_len, "messages", counted=False)
     return conversation(request.messages)

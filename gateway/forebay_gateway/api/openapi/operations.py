@@ -4,8 +4,8 @@ from typing import Literal, NamedTuple
 
 from forebay_gateway.api.anthropic.schema import CountRequest, MessagesRequest
 from forebay_gateway.api.anthropic.service import TokenCount
+from forebay_gateway.api.models import ModelEntry, ModelList
 from forebay_gateway.api.openai.embeddings import EmbeddingRequest
-from forebay_gateway.api.openai.routes import ModelEntry, ModelList
 from forebay_gateway.api.openai.schema import ChatRequest, CompletionRequest
 from forebay_gateway.api.openai.scoring import RerankRequest, ScoreRequest
 from forebay_gateway.api.openapi import answers

@@ -1,9 +1,5 @@
 """The routes of /v1/responses: read, one call, answer."""
 
-import re
-from collections.abc import Mapping
-from urllib.parse import parse_qsl
-
 import msgspec
 from forebay_shared.errors import InvalidRequestError
 from litestar import delete, get, post
@@ -13,14 +9,12 @@ from litestar.types import ASGIApp, Scope
 
 from forebay_gateway.api.calls import posted
 from forebay_gateway.api.edge import caller
+from forebay_gateway.api.query import flag, number, query
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.api.responses.composer import encode
 from forebay_gateway.api.responses.follow import FollowedEvents
 from forebay_gateway.api.responses.pages import page
 from forebay_gateway.api.responses.service import ResponsesService
-
-_MAX_QUERY = 64
-_NUMBER = re.compile("[0-9]{1,9}")
 
 
 class Deleted(msgspec.Struct):
@@ -48,12 +42,12 @@ def response_routes(service: ResponsesService) -> list[HTTPRouteHandler]:
 
     @get("/v1/responses/{response_id:str}")
     async def retrieve(response_id: FromPath[str], scope: Scope) -> ASGIApp:
-        query = _query(scope)
+        asked = query(scope)
         stored = await store.read(caller(scope).team, response_id)
-        if not _flag(query, "stream"):
+        if not flag(asked, "stream"):
             return Answer(stored.response)
         await service.check_streams(caller(scope).team, response_id)
-        after = _number(query, "starting_after", 0, 10**9)
+        after = number(asked, "starting_after", 0, 10**9)
         first = 0 if after is None else after + 1
         return FollowedEvents(store, service.runs, caller(scope).team, response_id, first)
 
@@ -73,46 +67,19 @@ def response_routes(service: ResponsesService) -> list[HTTPRouteHandler]:
 
     @get("/v1/responses/{response_id:str}/input_items")
     async def input_items(response_id: FromPath[str], scope: Scope) -> ASGIApp:
-        query = _query(scope)
-        order = query.get("order", "desc")
+        asked = query(scope)
+        order = asked.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequestError("order must be asc or desc.", param="order")
-        limit = _number(query, "limit", 1, 100)
+        limit = number(asked, "limit", 1, 100)
         stored = await store.read(caller(scope).team, response_id)
         return Answer(
             page(
                 stored.input,
                 order,
                 20 if limit is None else limit,
-                query.get("after"),
+                asked.get("after"),
             )
         )
 
     return [retrieve, remove, cancel, input_items]
-
-
-def _query(scope: Scope) -> Mapping[str, str]:
-    """The query's values by name, the last of each; lists (`include[]`) say nothing here."""
-    text = scope["query_string"].decode("latin-1")
-    try:
-        return dict(parse_qsl(text, max_num_fields=_MAX_QUERY))
-    except ValueError:
-        raise InvalidRequestError(
-            f"The query may have at most {_MAX_QUERY} fields.", param="query"
-        ) from None
-
-
-def _flag(query: Mapping[str, str], name: str) -> bool:
-    value = query.get(name, "false").lower()
-    if value not in ("true", "false"):
-        raise InvalidRequestError(f"{name} must be true or false.", param=name)
-    return value == "true"
-
-
-def _number(query: Mapping[str, str], name: str, least: int, most: int) -> int | None:
-    value = query.get(name)
-    if value is None:
-        return None
-    if not _NUMBER.fullmatch(value) or not least <= int(value) <= most:
-        raise InvalidRequestError(f"{name} must be an integer from {least} to {most}.", param=name)
-    return int(value)

@@ -179,7 +179,7 @@ class ResponsesRequest(Elsewhere, frozen=True, kw_only=True):
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[str] | None = None
     tools: list[FunctionTool] | None = None

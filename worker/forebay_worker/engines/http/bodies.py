@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from forebay_shared.asked import AskedMessage, Chat
-from forebay_shared.sampling import Grammar
+from forebay_shared.sampling import GREEDY_TOP_P, Grammar
 from forebay_shared.wire import SubmitText
 
 from forebay_worker.engines.http.kinds import PARAMETERS, RUNNING_USAGE, Kind
@@ -63,6 +63,8 @@ def _sampled(submit: SubmitText, index: int, kind: Kind) -> Body:
             value = (value + index) % _GREATEST_SEED
         elif name == "logit_bias":
             value = {str(token): bias for token, bias in value.items()}
+        elif name == "top_p":
+            value = max(value, GREEDY_TOP_P)  # 0 is no value for most servers
         values[names.get(name, name)] = value
     return values
 
