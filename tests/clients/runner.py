@@ -13,7 +13,7 @@ from serve_house import Serve
 
 SCRIPTS = Path(__file__).parent / "scripts"
 AT_ONCE = 3
-_SCRIPT_TIMEOUT_S = 300
+_SCRIPT_TIMEOUT_S = 1200
 
 Results = dict[tuple[str, str], str]
 """By client and scenario: empty when it went well, else what went wrong."""

@@ -12,7 +12,7 @@ from clients import environments, runner
 from clients.catalog import CLIENTS
 from serve_house import Serve, starting
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(3600)]
 
 CASES = [(name, scenario) for name, client in CLIENTS.items() for scenario in client.scenarios]
 

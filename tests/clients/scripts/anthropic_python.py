@@ -9,6 +9,7 @@ from harness import (
     ECHO_URL,
     KEY,
     MODEL,
+    PATIENCE_S,
     QUESTION,
     URL,
     WEATHER,
@@ -20,7 +21,7 @@ from harness import (
 )
 
 BASE = URL.removesuffix("/v1")  # the SDK writes /v1/messages itself
-client = anthropic.Anthropic(base_url=BASE, api_key=KEY, max_retries=0, timeout=60)
+client = anthropic.Anthropic(base_url=BASE, api_key=KEY, max_retries=0, timeout=PATIENCE_S)
 # The newest SDK marks temperature as deprecated, but it is the field that is tested.
 ASK = {
     "model": MODEL,
@@ -117,7 +118,9 @@ def messages_tool_result() -> None:
 
 @scenario
 def messages_thinking() -> None:
-    echo = anthropic.Anthropic(base_url=ECHO_URL.removesuffix("/v1"), api_key=ECHO_KEY, timeout=30)
+    echo = anthropic.Anthropic(
+        base_url=ECHO_URL.removesuffix("/v1"), api_key=ECHO_KEY, timeout=PATIENCE_S
+    )
     said = [{"role": "user", "content": "<think>Easy.</think>Yes."}]
     message = echo.messages.create(model="echo", messages=said, max_tokens=30)
     kinds = [block.type for block in message.content]
@@ -160,7 +163,7 @@ def leaving() -> None:
 
 @scenario
 async def asynchronous() -> None:
-    async with anthropic.AsyncAnthropic(base_url=BASE, api_key=KEY, timeout=60) as patient:
+    async with anthropic.AsyncAnthropic(base_url=BASE, api_key=KEY, timeout=PATIENCE_S) as patient:
         answers = await asyncio.gather(*(patient.messages.create(**ASK) for _ in range(4)))
         check({answer.content[0].text for answer in answers} == {ANSWER}, answers)
         async with patient.messages.stream(**ASK) as stream:

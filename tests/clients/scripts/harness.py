@@ -22,6 +22,7 @@ ECHO_URL = os.environ["CLIENTS_ECHO_URL"]
 ECHO_KEY = os.environ["CLIENTS_ECHO_KEY"]
 EMBEDDING_MODEL = os.environ["CLIENTS_EMBEDDING_MODEL"]
 
+PATIENCE_S = 120.0
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 UNICODE = "naïve 한국어 😀"
@@ -62,13 +63,13 @@ def raising(*kinds: type[BaseException]) -> Iterator[list[BaseException]]:
 
 def running(url: str = URL) -> float:
     """How many sequences the engines behind `url` work on."""
-    with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=PATIENCE_S) as answer:
         lines = answer.read().decode().splitlines()
     found = [line for line in lines if line.startswith("vllm:num_requests_running")]
     return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-def until_idle(url: str = URL, timeout_s: float = 10.0) -> None:
+def until_idle(url: str = URL, timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while running(url):
         check(time.monotonic() < deadline, "the engine goes on working")
@@ -82,7 +83,7 @@ def main() -> None:
         try:
             result = _scenarios[name]()
             if inspect.isawaitable(result):
-                asyncio.run(asyncio.wait_for(result, 60))
+                asyncio.run(asyncio.wait_for(result, 2 * PATIENCE_S))
         except Exception:
             error = traceback.format_exc(limit=-4)
         line = {"scenario": name, "ok": not error, "error": error}

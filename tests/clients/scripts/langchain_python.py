@@ -11,6 +11,7 @@ from harness import (
     EMBEDDING_MODEL,
     KEY,
     MODEL,
+    PATIENCE_S,
     QUESTION,
     URL,
     WEATHER,
@@ -42,7 +43,7 @@ class Capital(BaseModel):
 
 def chat(**options) -> ChatOpenAI:
     options = {"model": MODEL, "base_url": URL, "api_key": KEY, "max_tokens": 24} | options
-    return ChatOpenAI(temperature=0, max_retries=0, timeout=60, **options)
+    return ChatOpenAI(temperature=0, max_retries=0, timeout=PATIENCE_S, **options)
 
 
 @scenario

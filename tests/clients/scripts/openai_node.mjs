@@ -10,6 +10,7 @@ import {
   EMBEDDING_MODEL,
   KEY,
   MODEL,
+  PATIENCE_MS,
   QUESTION,
   UNICODE,
   URL_,
@@ -20,8 +21,8 @@ import {
   untilIdle,
 } from "./harness.mjs";
 
-const client = new OpenAI({ baseURL: URL_, apiKey: KEY, maxRetries: 0, timeout: 60_000 });
-const echo = new OpenAI({ baseURL: ECHO_URL, apiKey: ECHO_KEY, timeout: 30_000 });
+const client = new OpenAI({ baseURL: URL_, apiKey: KEY, maxRetries: 0, timeout: PATIENCE_MS });
+const echo = new OpenAI({ baseURL: ECHO_URL, apiKey: ECHO_KEY, timeout: PATIENCE_MS });
 const user = (content) => [{ role: "user", content }];
 const ask = { model: MODEL, messages: user(QUESTION), temperature: 0, max_tokens: 24 };
 const parameters = {
@@ -320,7 +321,7 @@ await main({
     check([429, 503].includes(full.status), full.message);
     check(Number(full.headers.get("retry-after")) >= 1, full.message);
     setTimeout(() => holders.forEach((holder) => holder.controller.abort()), 300);
-    const answer = await echo.chat.completions.create({ ...body, max_tokens: 1 });
+    const answer = await echo.chat.completions.create({ ...body, max_tokens: 1 }, { maxRetries: 8 });
     check(answer.choices[0].finish_reason === "length", answer);
   },
 
