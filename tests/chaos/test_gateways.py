@@ -8,6 +8,7 @@ import pytest
 from chaos_house import House
 from dice import Moments
 from forebay_shared import keys
+from patience import crowd, within
 from requests_mix import echo_leaver, echo_stream
 from serve_house import until
 
@@ -29,7 +30,7 @@ def test_14_a_gateway_killed_with_200_streams(
             load.finish()
             killed = time.monotonic()
             until(lambda: house.metric("vllm:num_requests_running") == 0)
-            assert time.monotonic() - killed < 10
+            assert time.monotonic() - killed < 10 * crowd()
             assert load.ends["cut"] > STREAMS / 4
 
 
@@ -63,11 +64,15 @@ def test_26_a_client_that_leaves_frees_everything_within_a_second(
     house: House, rng: random.Random, moments: Moments
 ) -> None:
     client = house.redis.client
-    for moment in moments(10, 800):
+
+    def leave(moment: int) -> float:
         with house.trial(rng, clients=0) as load:
             load.start([echo_leaver(rng) for _ in range(12)])
             load.flow(min(moment, 60))
             load.finish()
             left = time.monotonic()
             until(lambda: client.zcard(keys.open_requests()) == 0)
-            assert time.monotonic() - left < 1.5
+            return time.monotonic() - left
+
+    for moment in moments(10, 800):
+        within(1.5, lambda moment=moment: leave(moment), tries=3)

@@ -11,6 +11,7 @@ from forebay_gateway.encoding import EncodeJob, EncodeLedger
 from forebay_shared import keys
 from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.wire import Accepted, Done, Embedded, Failed, Usage
+from patience import PATIENCE_S
 from redis_house import WaitUntil
 
 SIZE = 32
@@ -55,7 +56,7 @@ async def test_a_worker_killed_in_the_middle_is_replaced(
         answers = [asyncio.create_task(_run(backend, job)) for job in jobs]
         await wait_until(lambda: len(backend.inbox) == 20)
         running[0].kill()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE_S):
             found = await asyncio.gather(*answers)
         assert all(vectors[0][number + 1] > 0 for number, vectors in enumerate(found))
 

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 from bus_house import Answer, answer, expected, job, run_job, workers
+from forebay_gateway import dispatch, roster
 from forebay_gateway.backend import Backend, connect
 from forebay_shared import keys
 from forebay_shared.errors import BusError, BusFullError
@@ -17,6 +18,17 @@ from redis_house import RedisServer, WaitUntil, redis_running
 from storm_house import HeldPort, proxied
 
 pytestmark = pytest.mark.chaos
+
+
+LEASE_S = 5.0
+"""Twice the usual: a machine that pauses for 3 s costs nobody else a lease."""
+
+
+@pytest.fixture
+def leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the workers, and how long one may take to accept, as the gateway sees it."""
+    monkeypatch.setattr(roster, "LEASE_S", LEASE_S)
+    monkeypatch.setattr(dispatch, "ACCEPT_S", 2 * dispatch.ACCEPT_S)
 
 
 @pytest.fixture
@@ -39,13 +51,14 @@ def _resubmitted(backend: Backend) -> float:
     return sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
 
 
+@pytest.mark.usefixtures("leases")
 async def test_a_slow_redis_makes_answers_slow_and_nothing_else(
     redis_server: RedisServer, wait_until: WaitUntil
 ) -> None:
     async with proxied(redis_server.socket) as proxy:
-        proxy.delay_s = 0.2
+        proxy.delay_s = 0.4
         async with gateway(proxy.url) as backend:
-            with workers(proxy.url, 2, delay_ms=5):
+            with workers(proxy.url, 2, delay_ms=5, lease_s=LEASE_S):
                 await wait_until(lambda: len(backend.roster.workers) == 2)
                 await wait_until(lambda: backend.roster.ready)
                 jobs = [job(backend, [number + 1, 9], tokens=200) for number in range(16)]
@@ -56,11 +69,12 @@ async def test_a_slow_redis_makes_answers_slow_and_nothing_else(
             assert backend.reader.reconnects == backend.publisher.reconnects == 0
 
 
+@pytest.mark.usefixtures("leases")
 async def test_a_full_redis_refuses_what_is_new_and_finishes_what_runs(
     redis_server: RedisServer, wait_until: WaitUntil
 ) -> None:
     async with gateway(redis_server.url) as backend:
-        with workers(redis_server.url, 2, delay_ms=10):
+        with workers(redis_server.url, 2, delay_ms=10, lease_s=LEASE_S):
             await wait_until(lambda: len(backend.roster.workers) == 2)
             one = job(backend, tokens=800)
             async with backend.dispatcher.generate(one) as generation:
