@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,11 @@ class Serve:
             self.wait_end()
 
 
+def since_yesterday() -> str:
+    """From where usage is asked for: the default is this month, which may have begun meanwhile."""
+    return (datetime.now(UTC).date() - timedelta(days=1)).isoformat()
+
+
 class Admin(AdminClient):
     """What it changes is on every gateway when the call returns."""
 
@@ -144,6 +150,9 @@ class Admin(AdminClient):
         if method != "GET":
             self._server.mirrored()
         return answer
+
+    def usage(self, **query: str) -> list[dict[str, Any]]:
+        return self.call("GET", "usage", query={"from": since_yesterday(), **query})["data"]
 
 
 class CheckedTransport(httpx2.HTTPTransport):

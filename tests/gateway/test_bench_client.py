@@ -148,7 +148,7 @@ async def test_a_failure_is_told_by_its_kind(script: list[tuple[float, bytes]], 
 
 
 async def test_a_server_that_never_answers_is_a_timeout() -> None:
-    assert (await ask([], timeout_s=0.05, close=False)).error == "timeout"
+    assert (await ask([], timeout_s=0.5, close=False)).error == "timeout"
 
 
 async def test_nobody_listening_is_a_connect_failure() -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from bus_house import job, workers
 from forebay_gateway import digests as module
+from forebay_gateway import roster
 from forebay_gateway.backend import Backend, connect
 from forebay_gateway.digests import Digests
 from forebay_gateway.prefix_index import PrefixIndex
@@ -21,6 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from redis_house import WaitUntil
+
+LEASE_S = 5.0
+"""Twice the usual: a machine that pauses for 3 s costs nobody else a lease."""
 
 
 class FakeRoster:
@@ -246,9 +250,10 @@ async def _placed(backend: Backend, prompt: Sequence[int], salt: str = "") -> tu
 
 
 async def test_a_prefix_finds_its_worker_through_any_gateway_until_that_is_killed(
-    redis_url: str, wait_until: WaitUntil
+    redis_url: str, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with workers(redis_url, 2, delay_ms=20, cache_blocks=4096) as running:
+    monkeypatch.setattr(roster, "LEASE_S", LEASE_S)
+    with workers(redis_url, 2, delay_ms=20, cache_blocks=4096, lease_s=LEASE_S) as running:
         async with gateway(redis_url) as one, gateway(redis_url) as two:
             for backend in (one, two):
                 await wait_until(lambda b=backend: len(b.roster.workers) == 2)

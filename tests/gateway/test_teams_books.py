@@ -6,7 +6,7 @@ import signal
 import struct
 import time
 from collections.abc import Sequence
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 
 import pytest
 from bus_house import WorkerProcess, answer, job, run_job, workers
@@ -132,7 +132,8 @@ async def test_every_way_to_end_is_on_the_books_once_with_what_the_worker_measur
 
             keeper = backend.teams.bookkeeper
             await wait_until(lambda: keeper.folded == 4)
-            first, last = days_between("", "", datetime.now(UTC).date())
+            last = datetime.now(UTC).date()
+            first = last - timedelta(days=1)
             [row] = await keeper.report(Query(first=first, last=last, by=("team", "user")))
             assert row["output_tokens"] == made
             assert row["requests"] == 4

@@ -157,7 +157,7 @@ def names_in(tree: object) -> set[str]:
 
 def served_by(house: House, name: str) -> set[str]:
     """The served models in the usage records of an alias."""
-    rows = house.admin.call("GET", "usage", query={"by": "model", "alias": name})["data"]
+    rows = house.admin.usage(by="model", alias=name)
     return {row["model"] for row in rows}
 
 
@@ -217,9 +217,7 @@ def test_usage_has_both_names_and_the_served_models_price(house: House) -> None:
     with house.http("red/app") as red:
         assert ask(red, "fast", prompt="priced").status_code == 200
     until(lambda: served_by(house, "fast") >= {"big"})
-    rows = house.admin.call("GET", "usage", query={"by": "model", "alias": "fast", "team": "red"})[
-        "data"
-    ]
+    rows = house.admin.usage(by="model", alias="fast", team="red")
     [row] = rows
     cost = row["input_tokens"] * 2e-6 + row["output_tokens"] * 4e-6
     assert float(row["cost"]) == pytest.approx(cost)
@@ -333,8 +331,7 @@ def test_a_canary_gets_its_share(house: House) -> None:
             assert ask(http, "canary", max_tokens=1).status_code == 200
 
     def requests() -> dict[str, int]:
-        query = {"by": "model", "alias": "canary"}
-        rows = house.admin.call("GET", "usage", query=query)["data"]
+        rows = house.admin.usage(by="model", alias="canary")
         return {row["model"]: row["requests"] for row in rows}
 
     until(lambda: sum(requests().values()) == 1000)

@@ -70,7 +70,7 @@ def test_teams_are_bounded_and_counted(server: Serve, home: Path) -> None:
             _ask(server, red)
         assert int(refused.value.response.headers["retry-after"]) <= 60
         _ask(server, blue)
-    until(lambda: sum(row["requests"] for row in admin.call("GET", "usage")["data"]) == 3)
+    until(lambda: sum(row["requests"] for row in admin.usage()) == 3)
 
 
 def _client(server: Serve, token: str) -> openai.OpenAI:

@@ -14,7 +14,7 @@ from forebay_gateway.api.admin.routes import route_table
 from forebay_shared.settings import Secret, StartError
 from issuer_house import Signer
 from patience import PATIENCE_S
-from serve_house import Admin, Serve, starting, until
+from serve_house import Admin, Serve, since_yesterday, starting, until
 
 pytestmark = pytest.mark.system
 
@@ -196,22 +196,23 @@ def test_limits_hold_for_what_runs_in_the_background_and_are_asked_at_once(house
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
 
     def booked() -> bool:
-        shown = house.admin.call("GET", "usage", query={"by": "team", "team": "grey"})
-        return [row["requests"] for row in shown["data"]] == [3]
+        shown = house.admin.usage(by="team", team="grey")
+        return [row["requests"] for row in shown] == [3]
 
     until(booked)
 
 
 def test_usage_is_on_the_books_with_its_cost(house: House) -> None:
     def booked() -> int:
-        shown = house.admin.call("GET", "usage", query={"by": "team,model", "team": "red"})
-        return sum(row["output_tokens"] for row in shown["data"])
+        shown = house.admin.usage(by="team,model", team="red")
+        return sum(row["output_tokens"] for row in shown)
 
     before = booked()
     ask(house.client("red/app"), stream=False)
     until(lambda: booked() >= before + 5)
     with house.http("red/app") as http:
-        [row] = http.get("/v1/usage", params={"by": "team"}).json()["data"]
+        query = {"by": "team", "from": since_yesterday()}
+        [row] = http.get("/v1/usage", params=query).json()["data"]
     assert row["team"] == "red"
     assert row["output_tokens"] >= 5
     fresh = row["input_tokens"] - row["cached_tokens"]
@@ -460,8 +461,7 @@ def test_a_token_chats_pays_and_rules_as_its_role(house: House) -> None:
         ask(house.client("token/unmapped"))
 
     def booked() -> bool:
-        query = {"by": "key,user", "team": "red"}
-        rows = house.admin.call("GET", "usage", query=query)["data"]
+        rows = house.admin.usage(by="key,user", team="red")
         return ("corp/red/bob", "bob") in {(row["key"], row["user"]) for row in rows}
 
     until(booked)
