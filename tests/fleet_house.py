@@ -40,13 +40,13 @@ if pace := float(os.environ.pop("TEST_PACE_S", 0)):
         step(core)
     EngineCore.step = paced
 if os.environ.pop("TEST_HANG", ""):
-    from forebay_worker.engines.echo import EchoEngine
-    advance, hangs = EchoEngine._step, threading.Event()
-    def hanging(engine):
+    from forebay_worker.engines.echo.core import EchoCore
+    advance, hangs = EchoCore.step, threading.Event()
+    def hanging(core):
         while hangs.is_set():
             time.sleep(1)
-        return advance(engine)
-    EchoEngine._step = hanging
+        return advance(core)
+    EchoCore.step = hanging
     signal.signal(signal.SIGUSR2, lambda *_: hangs.set())
 if seize_s := float(os.environ.pop("TEST_SEIZE_S", 0)):
     from forebay_worker.beacon import Presence

@@ -82,7 +82,7 @@ async def test_leaving_takes_the_job_off_the_worker(
 
 def test_a_ledger_takes_one_answer_that_fits() -> None:
     from forebay_shared.settings import WorkerSettings
-    from forebay_worker.engines.echo import EchoEngine
+    from forebay_worker.engines.echo.engine import EchoEngine
 
     card = EchoEngine(WorkerSettings(engine="echo")).card
     job = EncodeJob(request_id="r", card=card, inputs=[[1]], dimensions=2)

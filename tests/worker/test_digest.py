@@ -20,7 +20,7 @@ from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.rates import Rates
 from forebay_worker.engines.base import Engine
-from forebay_worker.engines.echo_cache import EchoCache
+from forebay_worker.engines.echo.cache import EchoCache
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE_S

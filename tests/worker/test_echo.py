@@ -10,8 +10,8 @@ from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import StartError, WorkerSettings
 from forebay_shared.telemetry import EngineMetrics
 from forebay_shared.wire import Delta, Done, Failed, Reply, SequenceStart, Started, Submit, pack_ids
-from forebay_worker.engines.echo import EchoEngine
-from forebay_worker.engines.echo_model import CHAT_TEMPLATE, END, SPACE
+from forebay_worker.engines.echo.engine import EchoEngine
+from forebay_worker.engines.echo.model import CHAT_TEMPLATE, END, SPACE
 from forebay_worker.engines.registry import build
 from hypothesis import given
 from hypothesis import strategies as st

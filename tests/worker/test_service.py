@@ -36,7 +36,7 @@ from forebay_shared.wire import (
 from forebay_worker import main, service
 from forebay_worker.door import DEFAULT, Bounds
 from forebay_worker.engines.base import Emit, Recorder
-from forebay_worker.engines.echo import EchoEngine
+from forebay_worker.engines.echo.engine import EchoEngine
 from forebay_worker.service import Service
 from forebay_worker.watchdog import LEASE_S, LOOK_S, Watchdog
 from patience import PATIENCE_S

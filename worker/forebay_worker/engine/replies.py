@@ -54,6 +54,7 @@ def failed(key: Key, error: ForebayError, retryable: bool | None = None) -> Fail
         message=error.message,
         retryable=error.retryable if retryable is None else retryable,
         param=error.param,
+        retry_after_s=error.retry_after_s,
     )
 
 

@@ -18,7 +18,7 @@ GROUP = "forebay.engines"
 
 BUILT_IN = {
     "native": "forebay_worker.engines.native:build",
-    "echo": "forebay_worker.engines.echo:EchoEngine",
+    "echo": "forebay_worker.engines.echo.engine:EchoEngine",
     "http": "forebay_worker.engines.http.engine:HttpEngine",
     "vllm": "forebay_worker.engines.vllm:VllmEngine",
 }

@@ -12,8 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import uvloop
 from forebay_shared.errors import (
@@ -27,100 +25,19 @@ from forebay_shared.errors import (
 from forebay_shared.models import ModelCard
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import (
-    Delta,
     Done,
     Embedded,
     Failed,
-    FinishReason,
     Load,
-    Reply,
-    Started,
     Task,
-    TextDelta,
-    Usage,
 )
 
+from forebay_worker.engine import replies
 from forebay_worker.engines.base import Emit, Recorder
+from forebay_worker.engines.lives import Ending, Life
 from forebay_worker.engines.places import Places
 
 log = logging.getLogger(__name__)
-
-Key = tuple[str, int]
-"""(request_id, attempt)"""
-
-
-class Ending(NamedTuple):
-    """How a sequence ended by itself."""
-
-    reason: FinishReason
-    usage: Usage
-    stop_token: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Life:
-    """One sequence, from intake to its end. `tokens` counts what it emitted, before it came here,
-    too; `usage` is what it has used so far, without times, as far as anybody said."""
-
-    work: Task
-    index: int
-    emit: Emit
-    recorder: Recorder
-    tokens: int = 0
-    usage: Usage = field(default_factory=Usage)
-    arrived: float = field(default_factory=time.monotonic)
-    placed_at: float = 0.0
-    started_at: float = 0.0
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
-    silent: bool = False
-    """Nothing more is to be said of it: its request has failed."""
-
-    @property
-    def key(self) -> Key:
-        return self.work.request_id, self.work.attempt
-
-    @property
-    def priority(self) -> int:
-        return self.work.priority
-
-    def begin(self, cached_tokens: int = 0) -> None:
-        """Says that it is being worked on; once."""
-        if not self.started_at:
-            self.started_at = time.monotonic()
-            queued_ms = (self.started_at - self.arrived) * 1000
-            self.say(Started(*self.key, self.index, cached_tokens, queued_ms))
-
-    def say(self, *replies: Reply) -> None:
-        """Emits what came of it, and keeps the times of its tokens."""
-        if self.silent or not replies:
-            return
-        if any(isinstance(reply, Delta | TextDelta) for reply in replies):
-            now = time.monotonic()
-            if self.first_token_at:
-                self.recorder.inter_token(now - self.last_token_at)
-            else:
-                self.first_token_at = now
-                self.recorder.first_token(now - self.arrived)
-            self.last_token_at = now
-        self.emit([(self.work.gateway, reply) for reply in replies])
-
-    def spent(self, usage: Usage) -> Usage:
-        """The usage with this sequence's times."""
-        now = time.monotonic()
-        started = self.started_at or now
-        first = self.first_token_at or now
-        return Usage(
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            usage.completion_tokens,
-            (started - self.arrived) * 1000,
-            (first - started) * 1000,
-            (now - first) * 1000,
-            usage.reasoning_tokens,
-            usage.estimated,
-        )
-
 
 Run = Callable[[Life], Coroutine[None, None, Ending | Embedded]]
 """What a sequence does once it has a place. Raises ForebayError, which ends its whole request."""
@@ -291,36 +208,15 @@ class TaskEngine(ABC):
         usage = life.spent(ending.usage)
         done = Done(*life.key, life.index, ending.reason, ending.stop_token, usage)
         life.say(done)
-        self._record(life, ending.reason, usage)
+        life.record(ending.reason, usage)
 
     def _fail(self, life: Life, error: ForebayError) -> None:
         life.say(failed(life.work, error))
-        self._record(life, "error", life.spent(life.usage))
+        life.record("error", life.spent(life.usage))
         for task, other in list(self._lives.items()):
             if other.key == life.key:
                 other.silent = True
                 task.cancel()
-
-    def _record(self, life: Life, reason: str, usage: Usage) -> None:
-        sampling = getattr(life.work, "sampling", None)
-        life.recorder.step(
-            prompt_tokens=usage.prompt_tokens,
-            generation_tokens=usage.completion_tokens,
-            prefix_queries=usage.prompt_tokens,
-            prefix_hits=usage.cached_tokens,
-            preemptions=0,
-            host_s=0.0,
-        )
-        life.recorder.finished(
-            reason=reason,
-            e2e_s=time.monotonic() - life.arrived,
-            queued_s=usage.queued_ms / 1000,
-            prefill_s=usage.prefill_ms / 1000,
-            decode_s=usage.decode_ms / 1000,
-            prompt_tokens=usage.prompt_tokens,
-            generation_tokens=usage.completion_tokens,
-            max_tokens=sampling.max_tokens if sampling is not None else 0,
-        )
 
     def _cancel(self, wanted: Callable[[Life], bool]) -> None:
         for task, life in list(self._lives.items()):
@@ -342,15 +238,8 @@ class TaskEngine(ABC):
 
 def failed(work: Task, error: ForebayError) -> Failed:
     """No other worker is asked where a limit is reached: it holds for all, and the client waits."""
-    return Failed(
-        work.request_id,
-        work.attempt,
-        error.code,
-        error.message,
-        error.retryable and not isinstance(error, RateLimitError),
-        error.param,
-        error.retry_after_s,
-    )
+    retryable = error.retryable and not isinstance(error, RateLimitError)
+    return replies.failed((work.request_id, work.attempt), error, retryable)
 
 
 def without_text(error: BaseException) -> Exception:

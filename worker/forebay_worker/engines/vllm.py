@@ -40,7 +40,8 @@ from forebay_worker.checkpoint import resolve
 from forebay_worker.engine.intake import checked_ids
 from forebay_worker.engines.base import CacheLog
 from forebay_worker.engines.card import ModelFiles
-from forebay_worker.engines.tasks import Ending, Life, TaskEngine
+from forebay_worker.engines.lives import Ending, Life
+from forebay_worker.engines.tasks import TaskEngine
 from forebay_worker.engines.vllm_events import CacheEvents, listen
 from forebay_worker.engines.vllm_sampling import Terms, logprobs_of, sampling_params, terms_of
 

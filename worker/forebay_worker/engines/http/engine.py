@@ -33,7 +33,8 @@ from forebay_worker.engines.http.card import find, key_of, urls_of
 from forebay_worker.engines.http.chunks import Chunk
 from forebay_worker.engines.http.upstream import Upstream
 from forebay_worker.engines.http.vectors import normalised, vectors_of
-from forebay_worker.engines.tasks import Ending, Life, TaskEngine
+from forebay_worker.engines.lives import Ending, Life
+from forebay_worker.engines.tasks import TaskEngine
 
 log = logging.getLogger(__name__)
 
