@@ -27,7 +27,7 @@ from statistics import median, quantiles
 import uvloop
 from common import Figures, Results, cpu_seconds, parser
 from forebay_gateway.backend import Backend, connect
-from forebay_gateway.dispatch import Job
+from forebay_gateway.jobs import Job
 from forebay_shared import collector, keys
 from forebay_shared.embedded import find_server
 from forebay_shared.sampling import SamplingParams

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from forebay_gateway.backend import Backend
-from forebay_gateway.dispatch import Event, Generation, Job
+from forebay_gateway.generation import Generation
+from forebay_gateway.jobs import Job
+from forebay_gateway.ledger import Event
 from forebay_shared import keys
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import Delta, Done, Started

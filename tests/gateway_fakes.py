@@ -16,7 +16,8 @@ from typing import Self
 import httpx
 import uvloop
 from forebay_gateway.app import create_app
-from forebay_gateway.dispatch import Event, Job
+from forebay_gateway.jobs import Job
+from forebay_gateway.ledger import Event
 from forebay_gateway.main import server_config
 from forebay_gateway.server import Server
 from forebay_gateway.teams.teams import Teams

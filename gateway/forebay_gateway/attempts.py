@@ -2,16 +2,15 @@
 
 The gateway that runs a job owns it: it numbers the attempts, drops what belongs to an old one, and
 places the job again when its worker is lost. What is asked of a worker, and what its answers mean,
-is the business of the kinds of job: `dispatch.Generation` and `encoding.Encoding`.
+is the business of the kinds of work: `generation`, `telling` and `encoding`.
 """
 
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from forebay_shared.books import Outcome
 from forebay_shared.errors import (
@@ -23,12 +22,13 @@ from forebay_shared.errors import (
     WorkerLostError,
     from_code,
 )
-from forebay_shared.models import ModelCard
 from forebay_shared.telemetry import ResubmitReason
-from forebay_shared.wire import Failed, Reply, Task
+from forebay_shared.wire import Task
 
 from forebay_gateway.inbox import Box
-from forebay_gateway.meter import Demand, Meter
+from forebay_gateway.jobs import EncodeJob, Job, TextJob
+from forebay_gateway.ledger import Book
+from forebay_gateway.meter import Meter
 from forebay_gateway.router import Choice
 from forebay_gateway.routing import Prompted
 
@@ -66,57 +66,21 @@ class Placement:
     over: bool = False
 
 
-class Book(Protocol[E]):
-    """What came of a job so far, over all its attempts; `ledger.Ledger` is that of a generation.
-
-    `open` until its last event; `begun` once anything ran; `repeated` counts dropped replies. Of
-    the current attempt: `accepted`; `lost`, why it must be made again; `failed`, how the worker
-    gave it up.
-    """
-
-    repeated: int
-
-    @property
-    def open(self) -> bool: ...
-    @property
-    def begun(self) -> bool: ...
-    @property
-    def accepted(self) -> bool: ...
-    @property
-    def lost(self) -> ResubmitReason | None: ...
-    @property
-    def failed(self) -> Failed | None: ...
-
-    def begin(self) -> None:
-        """A new attempt."""
-        ...
-
-    def fold(self, replies: Sequence[Reply]) -> list[E]:
-        """The new events of the current attempt."""
-        ...
-
-    def clear(self) -> None:
-        """Nothing of it is wanted any more."""
-        ...
-
-
 class Attempts(ABC, Generic[E]):
     """A running job. Use it as an async context manager; leaving it cancels what still runs."""
 
     def __init__(
         self,
         dispatcher: "Dispatcher",
-        request_id: str,
-        card: ModelCard,
+        job: Job | TextJob | EncodeJob,
         book: Book[E],
-        demand: Demand,
     ) -> None:
         self._book = book
-        self._demand = demand
+        self._demand = job.demand
         self._meter: Meter | None = None
         self.dispatcher = dispatcher
-        self.request_id = request_id
-        self.card = card
+        self.request_id = job.request_id
+        self.card = job.card
         self._attempts = 0
         self._strikes = 0
         self._tried: set[str] = set()

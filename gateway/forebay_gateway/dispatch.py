@@ -1,7 +1,6 @@
-"""From a job to its events: which worker, one lane to each, resubmission, cancel.
+"""From a job to its events: which worker, one lane to each, cancel, and what Redis's absence ends.
 
-A generation whose worker is lost goes on elsewhere, with the ids that were emitted. It knows no
-text and no HTTP: it sees token ids, the roster, the inbox and one lane per worker.
+It knows no text and no HTTP: it sees the roster, the inbox and one lane per worker.
 """
 
 import asyncio
@@ -9,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 from forebay_shared import keys
 from forebay_shared.books import Outcome
 from forebay_shared.bus import Publisher
@@ -19,22 +17,22 @@ from forebay_shared.errors import (
     NoWorkerError,
 )
 from forebay_shared.lane import Lane
-from forebay_shared.models import CAP_RESUME, ModelCard
+from forebay_shared.models import ModelCard
 from forebay_shared.packets import WORK
 from forebay_shared.reader import Reader
-from forebay_shared.sampling import SamplingParams
 from forebay_shared.telemetry import GatewayMetrics
-from forebay_shared.wire import Cancel, Started, Submit, Sync, Task, Work, pack_ids
+from forebay_shared.wire import Cancel, Sync, Task, Work
 
 from forebay_gateway.attempts import Attempts, Placement
-from forebay_gateway.encoding import EncodeJob, Encoding
+from forebay_gateway.encoding import Encoding
+from forebay_gateway.generation import Generation
 from forebay_gateway.inbox import Box, Inbox
-from forebay_gateway.ledger import Event, Ledger
-from forebay_gateway.meter import Demand, Meter, Tail, Toll
+from forebay_gateway.jobs import EncodeJob, Job, TextJob
+from forebay_gateway.meter import Meter, Tail
 from forebay_gateway.roster import Roster, Worker
 from forebay_gateway.router import Choice
-from forebay_gateway.routing import Prompt, Prompted, Routing
-from forebay_gateway.telling import Telling, TextJob
+from forebay_gateway.routing import Prompted, Routing
+from forebay_gateway.telling import Telling
 
 ACCEPT_S = 4.0
 """A worker takes a request in at once; one that has not answered for this long is passed over."""
@@ -49,85 +47,6 @@ BUS_AWAY_S = 8.0
 """Redis away for longer ends what waits for its first token."""
 BUS_GONE_S = 60.0
 """Redis away for longer ends what runs too; until then it goes on when Redis is back."""
-
-__all__ = ["Dispatcher", "Event", "Generation", "Job"]
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, ready for an engine: `prompt` in token ids, `n` sequences of it."""
-
-    request_id: str
-    card: ModelCard
-    prompt: list[int]
-    sampling: SamplingParams
-    n: int = 1
-    cache_salt: str = ""
-    team: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    toll: Toll | None = None
-    """Who admits it and pays for it; None: nobody counts."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt)
-
-    @property
-    def demand(self) -> Demand:
-        return Demand(self.toll, self.prompt_tokens, self.n * self.sampling.max_tokens, self.n)
-
-
-class Generation(Attempts[Event]):
-    """A running job. Use it as an async context manager; leaving it cancels what still runs."""
-
-    def __init__(self, dispatcher: "Dispatcher", job: Job) -> None:
-        self._ledger = Ledger(job.n)
-        self._traceparent = dispatcher.traceparent()
-        self.job = job
-        scored = job.sampling.prompt_logprobs is not None
-        self._prompt = Prompt(pack_ids(job.prompt), job.card.revision, job.cache_salt, whole=scored)
-        super().__init__(dispatcher, job.request_id, job.card, self._ledger, job.demand)
-
-    def stop(self, index: int) -> None:
-        """Aborts sequence `index` (a stop string matched); no further event of it is returned."""
-        self.abort(index, self._ledger.drop(index))
-
-    def prompt(self) -> Prompt:
-        return self._prompt
-
-    @property
-    def repeatable(self) -> bool:
-        return CAP_RESUME in self.card.capabilities or not self._ledger.told
-
-    def begun(self, placement: Placement, event: Event) -> None:
-        choice = placement.choice
-        if choice.reason != "only" and isinstance(event, Started):
-            self.dispatcher.routing.served(choice.cached_tokens, event.cached_tokens)
-
-    def message(self, attempt: int) -> Submit:
-        job = self.job
-        return Submit(
-            request_id=job.request_id,
-            attempt=attempt,
-            gateway=self.dispatcher.gateway,
-            prompt=self._prompt.packed,
-            sampling=self._sampling(),
-            starts=self._ledger.starts(),
-            cache_salt=job.cache_salt,
-            team=job.team,
-            weight=job.weight,
-            priority=job.priority,
-            queue_timeout_ms=self.dispatcher.queue_timeout_ms,
-            traceparent=self._traceparent,
-            metered=job.toll is not None,
-        )
-
-    def _sampling(self) -> SamplingParams:
-        """The job's. What is known of the prompt's log-probabilities is not computed again."""
-        sampling = self.job.sampling
-        if sampling.prompt_logprobs is None or self._ledger.scored < len(self.job.prompt) - 1:
-            return sampling
-        return msgspec.structs.replace(sampling, prompt_logprobs=None)
 
 
 class Dispatcher:

@@ -20,7 +20,8 @@ from bus_house import (
 from forebay_gateway import dispatch, roster
 from forebay_gateway.attempts import MAX_ATTEMPTS
 from forebay_gateway.backend import Backend, connect
-from forebay_gateway.dispatch import BUS_AWAY_S, Generation
+from forebay_gateway.dispatch import BUS_AWAY_S
+from forebay_gateway.generation import Generation
 from forebay_shared import keys
 from forebay_shared.books import Outcome
 from forebay_shared.errors import (

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from bus_house import workers
 from forebay_gateway.backend import Backend, connect
-from forebay_gateway.encoding import EncodeJob, EncodeLedger
+from forebay_gateway.encoding import EncodeLedger
+from forebay_gateway.jobs import EncodeJob
 from forebay_shared import keys
 from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.wire import Accepted, Done, Embedded, Failed, Usage

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from bus_house import answer, expected, job, run_job, workers
 from forebay_gateway.backend import Backend, connect
-from forebay_gateway.encoding import EncodeJob
+from forebay_gateway.jobs import EncodeJob
 from forebay_shared import keys
 from forebay_shared.errors import BusError
 from forebay_shared.settings import GatewaySettings, Secret

@@ -11,7 +11,7 @@ from datetime import UTC, date, datetime, timedelta
 import pytest
 from bus_house import WorkerProcess, answer, job, run_job, workers
 from forebay_gateway.backend import Backend
-from forebay_gateway.dispatch import Job
+from forebay_gateway.jobs import Job
 from forebay_gateway.teams.books import Query, days_between, fold, money, report
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.records import Budget, Entry, Limits, Model, Price, Team

@@ -6,12 +6,12 @@ import pytest
 from forebay_gateway.api.openai import texts
 from forebay_gateway.api.openai.schema import ChatRequest, decode_chat
 from forebay_gateway.inbox import COMPACT_AT, MAX_TOKENS, TEXT_WEIGHT, Inbox
+from forebay_gateway.ledger import TextLedger
 from forebay_gateway.meter import Meter
 from forebay_gateway.output import OutputOptions
 from forebay_gateway.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from forebay_gateway.relayed import Relayed, Words
 from forebay_gateway.teams.caller import Caller
-from forebay_gateway.telling import TextLedger
 from forebay_shared.asked import Chat, estimated_tokens
 from forebay_shared.errors import OverloadedError, UnsupportedError
 from forebay_shared.models import CAP_GENERATE, CAP_TEXT, ModelCard

@@ -87,7 +87,7 @@ def test_the_carried_models_vectors_equal_those_of_transformers(minilm: PoolingE
     encode = Encode(
         request_id="r", attempt=1, gateway="g", inputs=tuple(pack_ids(ids) for ids in inputs)
     )
-    core = minilm.core(Recorded())
+    core = minilm.make_core(Recorded())
     core.submit(encode, 0.0)
     while not core.idle:
         core.step()

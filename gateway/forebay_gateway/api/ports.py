@@ -12,10 +12,9 @@ from forebay_shared.models import ModelCard
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Embedded
 
-from forebay_gateway.dispatch import Event, Job
-from forebay_gateway.encoding import EncodeJob
+from forebay_gateway.jobs import EncodeJob, Job, TextJob
+from forebay_gateway.ledger import Event
 from forebay_gateway.teams.teams import Teams
-from forebay_gateway.telling import TextJob
 
 
 class Scope(Protocol):

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from forebay_gateway.api.ports import Dispatch, Running
 from forebay_gateway.bounded import Bounded
-from forebay_gateway.dispatch import Event, Job
+from forebay_gateway.jobs import Job, TextJob
+from forebay_gateway.ledger import Event
 from forebay_gateway.output import Output
 from forebay_gateway.parts import Part
 from forebay_gateway.relayed import Relayed
 from forebay_gateway.speech import Speech
-from forebay_gateway.telling import TextJob
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

@@ -16,8 +16,8 @@ from litestar.types import Receive, Scope, Send
 from forebay_gateway.api.connection import WhileConnected
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.respond import Answer
-from forebay_gateway.encoding import EncodeJob
 from forebay_gateway.inputs import Input, InputEncoder, Inputs, TextInputs, input_tokens
+from forebay_gateway.jobs import EncodeJob
 from forebay_gateway.meter import Toll
 from forebay_gateway.prompt import Renderers
 

@@ -37,13 +37,12 @@ from forebay_gateway.api.openai.shapes import (
     UsageFields,
 )
 from forebay_gateway.api.openai.turns import Turn, Turns, allowed, new_id, new_job, room
-from forebay_gateway.dispatch import Job
 from forebay_gateway.interpret import Reading
+from forebay_gateway.jobs import Job, TextJob
 from forebay_gateway.output import Spelling
 from forebay_gateway.prompt import Renderer, Truncation
 from forebay_gateway.relayed import Words
 from forebay_gateway.teams.caller import Caller
-from forebay_gateway.telling import TextJob
 
 MAX_PROMPTS = 256
 MAX_CHOICES = 1024

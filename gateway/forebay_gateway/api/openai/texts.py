@@ -26,11 +26,11 @@ from forebay_gateway.api.openai.messages import conversation
 from forebay_gateway.api.openai.refused import Refused
 from forebay_gateway.api.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
 from forebay_gateway.api.openai.structured import ResponseFormat
+from forebay_gateway.jobs import TextJob
 from forebay_gateway.output import OutputOptions
 from forebay_gateway.prompt import Message
 from forebay_gateway.relayed import Relayed, Words
 from forebay_gateway.teams.caller import Caller
-from forebay_gateway.telling import TextJob
 from forebay_gateway.tools.base import Tool, ToolUse
 
 ROOM = 2**31 - 1

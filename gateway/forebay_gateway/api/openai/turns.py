@@ -24,8 +24,8 @@ from forebay_gateway.api.openai.texts import TextReading, chat_job
 from forebay_gateway.api.openai.tools import is_flat
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.transcript import Transcript
-from forebay_gateway.dispatch import Job
 from forebay_gateway.interpret import Interpreter, Reading
+from forebay_gateway.jobs import Job, TextJob
 from forebay_gateway.prompt import (
     Message,
     Renderer,
@@ -36,7 +36,6 @@ from forebay_gateway.prompt import (
 )
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.catalog import Catalog
-from forebay_gateway.telling import TextJob
 from forebay_gateway.tools.base import ToolUse
 
 R = TypeVar("R", bound=GenerationRequest)
