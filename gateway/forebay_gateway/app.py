@@ -34,7 +34,7 @@ from forebay_gateway.api.responses.service import ResponsesService
 from forebay_gateway.api.tokens import TokensService, tokens_apps
 from forebay_gateway.auth import Keyring
 from forebay_gateway.interpret import Interpreter
-from forebay_gateway.prompt import Renderers
+from forebay_gateway.renderers import Renderers
 from forebay_gateway.teams.aliases import configured
 from forebay_gateway.teams.catalog import Catalog
 from forebay_gateway.teams.directory import Directory

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from forebay_gateway.api.openai import service
+from forebay_gateway.api.openai import completions
 from forebay_shared.models import CAP_GENERATE
 from forebay_shared.settings import GatewaySettings
 from gateway_fakes import MODEL, Api, Play, ScriptedBackend, running_api
@@ -225,13 +225,13 @@ def test_a_long_list_of_ids_is_not_sorted_out_on_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    split = service._split_prompts
+    split = completions._split_prompts
 
     def noted(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
         threads.append(threading.current_thread().name)
         return split(prompt)
 
-    monkeypatch.setattr(service, "_split_prompts", noted)
+    monkeypatch.setattr(completions, "_split_prompts", noted)
     refused(api.complete(prompt=[1] * 10_000), 400, "prompt")
     assert threads[0].startswith("prompt")
 

@@ -6,15 +6,9 @@ from datetime import datetime
 
 import msgspec
 import pytest
-from forebay_gateway import prompt
-from forebay_gateway.prompt import (
-    INLINE_CHARS,
-    MAX_BORROWED,
-    MAX_RENDERERS,
-    Renderer,
-    Renderers,
-    TemplateOptions,
-)
+from forebay_gateway import renderers as renderers_module
+from forebay_gateway.prompt import Renderer, TemplateOptions
+from forebay_gateway.renderers import INLINE_CHARS, MAX_BORROWED, MAX_RENDERERS, Renderers
 from forebay_shared.errors import BusError, ContextLengthError, InvalidRequestError
 from forebay_shared.models import CAP_TEXT, ModelCard
 from gateway_fakes import (
@@ -236,7 +230,7 @@ async def test_a_renderer_is_loaded_once_for_all_who_wait() -> None:
 async def test_a_renderer_is_prepared_once_its_files_are_there_and_a_broken_one_harms_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prompt, "_PREPARE_AGAIN_S", 0.0)
+    monkeypatch.setattr(renderers_module, "_PREPARE_AGAIN_S", 0.0)
     backend = ScriptedBackend()
     asked: list[str] = []
 

@@ -19,7 +19,7 @@ from forebay_gateway.api.respond import Answer
 from forebay_gateway.inputs import Input, InputEncoder, Inputs, TextInputs, input_tokens
 from forebay_gateway.jobs import EncodeJob
 from forebay_gateway.meter import Toll
-from forebay_gateway.prompt import Renderers
+from forebay_gateway.renderers import Renderers
 
 MAX_INPUTS = 2_048
 MAX_TOKENS = 524_288

@@ -7,8 +7,9 @@
 
 from collections.abc import Sequence
 
-from forebay_gateway.tools.base import MAX_NAME, Markers, Tool, ToolParser
+from forebay_gateway.tools.base import MAX_NAME, Markers, Tool
 from forebay_gateway.tools.json_text import JsonValue
+from forebay_gateway.tools.markup import MarkupParser
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -19,13 +20,11 @@ _STARTS = Markers(CALLS_BEGIN, CALL_BEGIN)
 _MAX_HEAD = MAX_NAME + 64
 
 
-class DeepSeekV3Parser(ToolParser):
+class DeepSeekV3Parser(MarkupParser):
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
-        self._raw: list[str] = []
-        """The markup since a call was last whole."""
         self._head: list[str] = []
         self._value: JsonValue | None = None
 
@@ -42,22 +41,18 @@ class DeepSeekV3Parser(ToolParser):
 
     def _between(self) -> bool:
         """Where a call may begin."""
-        begin = self._at
-        if not self._skip_space():
-            self._raw.append(self._text[begin : self._at])
+        if not self._space():
             return False
         for marker in (CALL_BEGIN, CALLS_END):
             seen = self._sees(marker)
             if seen is None:
-                self._raw.append(self._text[begin : self._at])
                 return False
             if seen:
-                self._raw.append(self._text[begin : self._at])
+                self._raw.append(marker)
                 if marker == CALL_BEGIN:
                     return self._goto(self._in_head)
                 self._raw.clear()
                 return self._leave()
-        self._raw.append(self._text[begin : self._at])
         return self._leave()
 
     def _in_head(self) -> bool:
@@ -83,10 +78,7 @@ class DeepSeekV3Parser(ToolParser):
     def _in_arguments(self) -> bool:
         value = self._value
         assert value is not None
-        end = value.feed(self._text, self._at)
-        self._out.argue(self._text[self._at : end])
-        self._at = end
-        if not (value.done or value.broken):
+        if not self._argue(value):
             return False
         self._value = None
         self._out.end()

@@ -7,8 +7,9 @@ arguments.
 import re
 from collections.abc import Sequence
 
-from forebay_gateway.tools.base import MAX_NAME, Markers, Tool, ToolParser
+from forebay_gateway.tools.base import MAX_NAME, Markers, Tool
 from forebay_gateway.tools.json_text import CallObject, JsonValue
+from forebay_gateway.tools.markup import MarkupParser
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -17,13 +18,11 @@ _NAME_END = re.compile(r"[^\w.\-]")
 _STARTS = Markers(CALLS)
 
 
-class MistralParser(ToolParser):
+class MistralParser(MarkupParser):
     markers = (CALLS, ARGS, CALL_ID)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
-        self._raw: list[str] = []
-        """The markup since a call was last whole."""
         self._call: CallObject | None = None
         self._value: JsonValue | None = None
         self._word: list[str] = []
@@ -118,10 +117,7 @@ class MistralParser(ToolParser):
     def _in_arguments(self) -> bool:
         value = self._value
         assert value is not None
-        end = value.feed(self._text, self._at)
-        self._out.argue(self._text[self._at : end])
-        self._at = end
-        if not (value.done or value.broken):
+        if not self._argue(value):
             return False
         self._value = None
         self._out.end()
@@ -143,13 +139,3 @@ class MistralParser(ToolParser):
         self._raw.clear()
         self._word.clear()
         self._call = self._value = None
-
-    def _space(self) -> str:
-        begin = self._at
-        char = self._skip_space()
-        self._raw.append(self._text[begin : self._at])
-        return char
-
-    def _take(self, length: int) -> None:
-        self._raw.append(self._text[self._at : self._at + length])
-        self._at += length

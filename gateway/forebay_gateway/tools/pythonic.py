@@ -6,7 +6,8 @@ Only the names of the request's tools make a call: any list would look alike.
 import re
 from collections.abc import Sequence
 
-from forebay_gateway.tools.base import MAX_NAME, Markers, Tool, ToolParser
+from forebay_gateway.tools.base import MAX_NAME, Markers, Tool
+from forebay_gateway.tools.markup import MarkupParser
 from forebay_gateway.tools.python_text import PythonValue, json_string
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -15,13 +16,11 @@ _STARTS = Markers(START)
 _WORD_END = re.compile(r"[^\w.\-]")
 
 
-class PythonicParser(ToolParser):
+class PythonicParser(MarkupParser):
     markers = (START, END)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
-        self._raw: list[str] = []
-        """The markup since a call was last whole."""
         self._word: list[str] = []
         self._called = False
         """Whether the list holds a call."""
@@ -152,13 +151,3 @@ class PythonicParser(ToolParser):
         self._raw.clear()
         self._word.clear()
         self._separator = ""
-
-    def _space(self) -> str:
-        begin = self._at
-        char = self._skip_space()
-        self._raw.append(self._text[begin : self._at])
-        return char
-
-    def _take(self, length: int) -> None:
-        self._raw.append(self._text[self._at : self._at + length])
-        self._at += length

@@ -18,7 +18,7 @@ from forebay_gateway.api.openai.turns import new_id
 from forebay_gateway.api.ports import Services
 from forebay_gateway.api.vectors import Ask, Made, VectorsAnswer
 from forebay_gateway.inputs import Cut, Input, Inputs, Side
-from forebay_gateway.prompt import Renderers
+from forebay_gateway.renderers import Renderers
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.catalog import Catalog
 

@@ -29,11 +29,11 @@ from forebay_gateway.jobs import Job, TextJob
 from forebay_gateway.prompt import (
     Message,
     Renderer,
-    Renderers,
     TemplateOptions,
     Truncation,
     context_length_error,
 )
+from forebay_gateway.renderers import Renderers
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.catalog import Catalog
 from forebay_gateway.tools.base import ToolUse

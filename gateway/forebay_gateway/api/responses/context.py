@@ -13,7 +13,7 @@ from forebay_gateway.api.responses.composer import encode
 from forebay_gateway.api.responses.items import check_calls, checked, home_of
 from forebay_gateway.api.responses.schema import Item, ResponsesRequest
 from forebay_gateway.api.responses.store import Link, ResponseStore, Stored
-from forebay_gateway.prompt import Renderers
+from forebay_gateway.renderers import Renderers
 
 MAX_REFERENCES = 64
 """Responses that the item references of one request may lead to."""

@@ -1,0 +1,148 @@
+"""The metrics of a gateway process. Every label has a fixed set of values."""
+
+from functools import partial
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from forebay_shared.errors import DeadlineError, ForebayError, OverloadedError, RateLimitError
+
+_HTTP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+ROUTES = (
+    "chat_completions", "completions", "embeddings", "score", "rerank", "responses", "messages",
+    "models", "files", "batches", "tokenize", "usage", "admin", "health", "ready", "version",
+    "metrics", "other",
+)  # fmt: skip
+
+DropReason = Literal["unknown", "fenced", "duplicate", "bad"]
+PickReason = Literal["only", "prefix", "load", "spread"]
+PICK_REASONS: tuple[PickReason, ...] = ("only", "prefix", "load", "spread")
+FallbackReason = Literal["missing", "overloaded", "context"]
+ResubmitReason = Literal["worker_lost", "not_accepted", "gap", "bus_reset", "failed", "drained"]
+
+
+class GatewayMetrics:
+    """One gateway process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_HTTP_S)
+        self.registry = registry
+        self._requests = counter(
+            "forebay_http_requests", "HTTP requests answered.", ["route", "status"]
+        )
+        self._seconds = histogram(
+            "forebay_http_request_seconds",
+            "From the request's head to the last byte of its answer.",
+            ["route"],
+        )
+        self._answers: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self.open_requests = gauge("forebay_open_requests", "HTTP requests that are open.")
+        self.open_streams = gauge("forebay_open_streams", "Event streams that are open.")
+        self.open_generations = gauge(
+            "forebay_open_generations", "Jobs placed or to be placed on a worker."
+        )
+        self.inbox_tokens = gauge("forebay_inbox_tokens", "Token ids that wait for their client.")
+        self.background_responses = gauge(
+            "forebay_background_responses", "Responses that this process runs in the background."
+        )
+        self.responses_evicted = counter(
+            "forebay_responses_evicted",
+            "Kept responses that went before their time, for want of room.",
+        )
+        self.workers = gauge("forebay_workers", "Live workers.")
+        self.loop_lag = histogram(
+            "forebay_event_loop_lag_seconds", "How late a timer of the event loop fires."
+        )
+        self.reconnects = counter("forebay_redis_reconnects", "Connections to Redis made again.")
+        self.streams_lost = counter(
+            "forebay_streams_lost", "Redis streams found gone or rolled back."
+        )
+        self.slow_clients = counter(
+            "forebay_slow_clients", "Clients cut off since they did not read."
+        )
+        self.cancelled = counter("forebay_cancelled", "Jobs left before their end.")
+        self.workers_lost = counter(
+            "forebay_workers_lost", "Workers whose lease lapsed or that left."
+        )
+        self._embedded_inputs = counter("forebay_embedded_inputs", "Inputs that became vectors.")
+        self._embedded_tokens = counter("forebay_embedded_tokens", "Tokens of those inputs.")
+        self._dropped = counter("forebay_dropped_replies", "Replies dropped.", ["reason"])
+        picks = counter("forebay_router_picks", "Workers picked, by reason.", ["reason"])
+        self._picks = {reason: picks.labels(reason=reason) for reason in PICK_REASONS}
+        self.predicted_tokens = counter(
+            "forebay_prefix_predicted_tokens",
+            "Prompt tokens that the router took for cached on the worker that it picked.",
+        )
+        self.hit_tokens = counter(
+            "forebay_prefix_hit_tokens", "Prompt tokens that were cached there."
+        )
+        self._index_bytes = gauge("forebay_prefix_index_bytes", "Memory of the prefix index.")
+        self._index_blocks = gauge("forebay_prefix_index_blocks", "Blocks in the prefix index.")
+        self.index_refused = counter(
+            "forebay_prefix_index_refused", "Blocks that the prefix index had no room for."
+        )
+        self.digest_lag = histogram(
+            "forebay_digest_lag_seconds",
+            "From a change in a worker's cache to the index, without the time on the network.",
+        )
+        self.digest_gaps = counter(
+            "forebay_digest_gaps", "Times that a worker's digests were missed."
+        )
+        self.strays_cleared = counter(
+            "forebay_strays_cleared", "Dead processes whose keys this gateway cleared away."
+        )
+        self._fallbacks = counter(
+            "forebay_alias_fallbacks",
+            "Requests that went on to the next model of their alias, by reason.",
+            ["reason"],
+        )
+        self._shed = counter(
+            "forebay_shed",
+            "Requests that were not served though they were sound, by the code of their error.",
+            ["reason"],
+        )
+        self._resubmitted = counter(
+            "forebay_resubmitted", "Attempts after a job's first.", ["reason"]
+        )
+
+    def http_request(self, route: str, status: int, seconds: float) -> None:
+        """Counts an answered request. A route outside ROUTES counts as "other"."""
+        name = route if route in ROUTES else "other"
+        answers = (name, status // 100)
+        if answers not in self._answers:  # `labels` costs 3 us for each value that it looks up
+            self._answers[answers] = (
+                self._requests.labels(route=name, status=f"{status // 100}xx"),
+                self._seconds.labels(route=name),
+            )
+        count, duration = self._answers[answers]
+        count.inc()
+        duration.observe(seconds)
+
+    def embedded(self, inputs: int, tokens: int) -> None:
+        """Counts the vectors of one request and the tokens that they took."""
+        self._embedded_inputs.inc(inputs)
+        self._embedded_tokens.inc(tokens)
+
+    def picked(self, reason: PickReason) -> None:
+        self._picks[reason].inc()
+
+    def prefix_index(self, nbytes: int, blocks: int) -> None:
+        self._index_bytes.set(nbytes)
+        self._index_blocks.set(blocks)
+
+    def dropped(self, reason: DropReason, count: int = 1) -> None:
+        self._dropped.labels(reason=reason).inc(count)
+
+    def fell_back(self, reason: FallbackReason) -> None:
+        self._fallbacks.labels(reason=reason).inc()
+
+    def shed(self, error: ForebayError) -> None:
+        """Counts what load or a fault has turned away; other errors are the client's own."""
+        if isinstance(error, OverloadedError | RateLimitError | DeadlineError):
+            self._shed.labels(reason=error.code).inc()
+
+    def resubmitted(self, reason: ResubmitReason) -> None:
+        self._resubmitted.labels(reason=reason).inc()
