@@ -4,7 +4,9 @@ All of it is said again after Redis lost it. It knows the engine only by its car
 """
 
 import asyncio
+import logging
 import zlib
+from collections.abc import Callable
 
 import msgspec
 from forebay_shared import keys
@@ -19,11 +21,21 @@ from forebay_shared.wire import Beacon, Farewell
 from forebay_worker.digest import Digests
 from forebay_worker.engines.base import Dependent, Engine
 
+log = logging.getLogger(__name__)
+
+LOST_S = keys.LEASE_MS / 1000 - 0.25
+"""Beacons so far apart may have seemed a whole lease apart: one travels longer than another."""
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Presence:
-    """One worker incarnation in the roster."""
+    """One worker incarnation in the roster.
+
+    `lapsed` is called when gateways may have taken this worker for dead: when its process did not
+    come round to renew its lease in time (it was stopped, or starved). What counts is the time
+    since the last beacon, not how long the process stood still, for gateways see no more.
+    """
 
     def __init__(
         self,
@@ -32,12 +44,15 @@ class Presence:
         publisher: Publisher,
         metrics: EngineMetrics,
         digests: Digests,
+        lapsed: Callable[[], None],
     ) -> None:
         self._worker = worker
         self._engine = engine
         self._publisher = publisher
         self._metrics = metrics
         self._digests = digests
+        self._lapsed = lapsed
+        self._renewed_at: float | None = None
         self._card = _encode(engine.card)
         self._card_hash = content_hash(self._card)
         self._blobs = {
@@ -60,6 +75,7 @@ class Presence:
     def renew(self) -> None:
         """Renews the lease, then tells everybody the load. A full Redis takes it too: none of it
         stays, and without it everybody here would be given up."""
+        self._look_at_the_clock()
         call = self._publisher.call
         load = self._engine.load()
         self._metrics.load(load)
@@ -80,6 +96,14 @@ class Presence:
         call("PEXPIRE", keys.members(), keys.STREAM_TTL_MS)
         metrics = snapshot(self._metrics.registry)
         call("SET", keys.metrics(self._worker), metrics, "PX", keys.LEASE_MS, vital=True)
+
+    def _look_at_the_clock(self) -> None:
+        now = asyncio.get_running_loop().time()
+        silent_s = 0.0 if self._renewed_at is None else now - self._renewed_at
+        self._renewed_at = now
+        if silent_s > LOST_S:
+            log.warning("this worker was silent for %.1f s and lost its lease", silent_s)
+            self._lapsed()
 
     @property
     def _available(self) -> bool:

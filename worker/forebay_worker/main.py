@@ -106,10 +106,10 @@ async def serve(
         settings.max_num_queued_reqs, settings.max_num_queued_tokens, settings.team_queue_share
     )
     service = Service(worker, engine, publisher, mishaps, tracing, bounds)
-    watchdog = Watchdog(engine, mishaps, settings.step_timeout_s, service.fence, alarm)
+    watchdog = Watchdog(engine, mishaps, settings.step_timeout_s, alarm)
     digests = Digests(worker, engine, publisher)
     service.on_sync = digests.sync
-    presence = Presence(worker, engine, publisher, metrics, digests)
+    presence = Presence(worker, engine, publisher, metrics, digests, service.fence)
     reader = Reader(settings.redis_url, [service.feed()])
     async with Supervisor("worker") as tasks:
         tasks.start("publisher", publisher.run())

@@ -1,10 +1,9 @@
-"""Finds that this worker is of no use any more: its engine has died or hangs, or others think so.
+"""Finds that this worker is of no use any more: its engine has died or hangs.
 
 It sees the engine's load and its own clock, never a request.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from forebay_shared import keys
@@ -13,8 +12,6 @@ from forebay_shared.telemetry import WorkerMetrics
 
 from forebay_worker.engines.base import Engine
 
-log = logging.getLogger(__name__)
-
 LEASE_S = keys.LEASE_MS / 1000
 LOOK_S = 0.5
 
@@ -22,8 +19,6 @@ LOOK_S = 0.5
 class Watchdog:
     """Looks twice a second. A step may take `step_timeout_s`, waits for work not counted.
 
-    `fence` drops all requests: when this process did not come round for longer than its lease
-    lasts (it was stopped, or starved), gateways took it for dead and do its work elsewhere.
     `alarm(s)` is to end the process from outside the interpreter unless it is called again within
     so many seconds: no task of ours runs while a thread that hangs keeps the interpreter's lock.
     """
@@ -33,28 +28,17 @@ class Watchdog:
         engine: Engine,
         metrics: WorkerMetrics,
         step_timeout_s: float,
-        fence: Callable[[], None],
         alarm: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._step_timeout_s = step_timeout_s
-        self._fence = fence
         self._alarm = alarm
 
     async def run(self) -> None:
         """Raises EngineError when the engine has given up or hangs: the process must end then, so
         that its requests go elsewhere and somebody starts it again."""
-        loop = asyncio.get_running_loop()
-        looked_at = loop.time()
         while True:
-            now = loop.time()
-            if now - looked_at > LEASE_S:
-                log.warning(
-                    "this worker stood still for %.1f s and lost its lease", now - looked_at
-                )
-                self._fence()
-            looked_at = now
             self._check()
             await asyncio.sleep(LOOK_S)
 
