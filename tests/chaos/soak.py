@@ -134,6 +134,9 @@ class Soak:
         else:
             victim.kill()
         self.house.heal()
+        minutes = (time.monotonic() - self._began) / 60
+        asked = len(self.load.outcomes)
+        print(f"{minutes:5.1f} min  {asked:6d} requests  {kind} {role}", flush=True)
 
     def _sample(self, now: float) -> None:
         for process in self.house.processes:
