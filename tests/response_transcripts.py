@@ -13,7 +13,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-_ITEM_ID = re.compile(r"(msg|fc|rs)_[0-9a-f]{32}o[0-9a-f]{5}")
+_ITEM_ID = re.compile(r"(msg|fc|ctc|rs)_[0-9a-f]{32}o[0-9a-f]{5}")
+_SAID = {"function_call": "arguments", "custom_tool_call": "input"}
+"""What deltas spell, where it is no text."""
 LAST = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed")
 _ENDS = {"response.completed", "response.incomplete", "response.failed", "error"}
 
@@ -92,6 +94,8 @@ class _Items:
             self.logprobs += event.get("logprobs", [])
         elif kind == "response.function_call_arguments.done":
             assert event["arguments"] == self.text, "arguments"
+        elif kind == "response.custom_tool_call_input.done":
+            assert event["input"] == self.text, "input"
         elif kind in ("response.output_text.done", "response.reasoning_text.done"):
             assert event["text"] == self.text, "text"
             assert event.get("logprobs", []) == self.logprobs, "logprobs"
@@ -104,7 +108,8 @@ class _Items:
 
     def _close(self, item: dict) -> None:
         assert item["status"] in ("completed", "incomplete"), "status of an item that is done"
-        said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        name = _SAID.get(item["type"])
+        said = item["content"][0]["text"] if name is None else item[name]
         assert said == self.text, "an item differs from its deltas"
         self.done.append(item)
         self.open = None

@@ -206,7 +206,7 @@ def test_allowed_tools_are_the_only_ones(api: Api) -> None:
     answer = plain(api, tools=[WEATHER, TIME], tool_choice=choice)
     assert '"time"' in prompt(api)
     assert '"weather"' not in prompt(api)
-    assert answer["tool_choice"] == choice | {"name": None}
+    assert answer["tool_choice"] == choice
     plain(api, tools=[WEATHER, TIME], tool_choice=choice | {"mode": "required"})
     assert api.backend.jobs[-1].sampling.grammar is not None
     plain(api, tools=[WEATHER, TIME], tool_choice={"type": "function", "name": "weather"})
@@ -290,10 +290,8 @@ def test_a_format_is_a_grammar_under_this_dialects_name(api: Api) -> None:
             {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
         ),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}),
-        ("tools[1].type", {"tools": [TIME, {"type": "custom", "name": "c"}]}),
         ("tools[0].name", {"tools": [{"type": "function"}]}),
         ("tools[0].name", {"tools": [{"type": "function", "name": "a b"}]}),
-        ("tools[0].defer_loading", {"tools": [TIME | {"defer_loading": True}]}),
         ("tools", {"tools": [TIME, TIME]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tool_choice": "always", "tools": [TIME]}),

@@ -4,14 +4,17 @@ The items are the same whether anybody listens to the events or not: so a stream
 plain one are equal. It knows no HTTP and no Redis.
 """
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
 
 from forebay_gateway.api.openai.logprobs import ChatLogprobs, TokenEntry
+from forebay_gateway.api.responses.custom import InputReader
 from forebay_gateway.api.responses.items import item_id
 from forebay_gateway.api.responses.shapes import (
     CallItem,
+    CustomCallItem,
     ItemStatus,
     MessageItem,
     OutputItem,
@@ -19,6 +22,7 @@ from forebay_gateway.api.responses.shapes import (
     ReasoningItem,
     ReasoningText,
 )
+from forebay_gateway.api.responses.tools import Callee
 from forebay_gateway.api.transcript import Update
 from forebay_gateway.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 
@@ -56,14 +60,22 @@ def _event(kind: str, sequence: int, members: bytes) -> bytes:
 
 
 class Composer:
-    """One response's output in the making. `logprobs` lists the tokens, where they are wanted.
+    """One response's output in the making. `logprobs` lists the tokens, where they are wanted;
+    `callees` are the client's tools by the names of the functions that they are for the model.
 
     `sequence` is the number of the next event.
     """
 
-    def __init__(self, response_id: str, logprobs: ChatLogprobs | None = None) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        logprobs: ChatLogprobs | None = None,
+        callees: Mapping[str, Callee] = {},
+    ) -> None:
         self._response_id = response_id
         self._logprobs = logprobs
+        self._callees = callees
+        self._input = InputReader()
         self._tokens: list[TokenEntry] = []
         self._pieces: list[str] = []
         self._open: OutputItem | None = None
@@ -109,8 +121,15 @@ class Composer:
                 self._close("completed", events)
         self._tokens.clear()
 
-    def _call(self, part: CallStart) -> CallItem:
-        return CallItem(self._new_id("function_call"), "in_progress", part.id, part.name)
+    def _call(self, part: CallStart) -> CallItem | CustomCallItem:
+        callee = self._callees.get(part.name) or Callee(part.name)
+        kind, type_ = "function_call", CallItem
+        if callee.custom:
+            kind, type_ = "custom_tool_call", CustomCallItem
+            self._input = InputReader()
+        item = type_(self._new_id(kind), "in_progress", part.id, callee.name)
+        item.namespace = callee.namespace or msgspec.UNSET
+        return item
 
     def _speak(self, text: str, events: Events) -> None:
         message = self._message(events)
@@ -159,9 +178,15 @@ class Composer:
     def _argue(self, text: str, events: Events) -> None:
         item = self._open
         if isinstance(item, CallItem):
+            self._write("response.function_call_arguments.delta", text, events)
+        elif isinstance(item, CustomCallItem):
+            self._write("response.custom_tool_call_input.delta", self._input.push(text), events)
+
+    def _write(self, kind: str, text: str, events: Events) -> None:
+        """A piece of what a call is called with, when there is one."""
+        if text:
             self._pieces.append(text)
-            members = b'%b,"delta":%b' % (self._place, encode(text))
-            events.append(self.event("response.function_call_arguments.delta", members))
+            events.append(self.event(kind, b'%b,"delta":%b' % (self._place, encode(text))))
 
     def _begin(self, item: OutputItem, events: Events) -> None:
         self._close("completed", events)
@@ -181,14 +206,22 @@ class Composer:
         item, self._open = self._open, None
         if item is None:
             return
+        if isinstance(item, CustomCallItem) and status == "completed":
+            self._write("response.custom_tool_call_input.delta", self._input.finish(), events)
         self._fill(item, status)
-        if isinstance(item, CallItem):
-            members = b'%b,"arguments":%b' % (self._place, encode(item.arguments))
-            events.append(self.event("response.function_call_arguments.done", members))
-        else:
+        if isinstance(item, MessageItem | ReasoningItem):
             events += self._text_done(item)
+        else:
+            events.append(self._call_done(item))
         members = b'"output_index":%d,"item":%b' % (self._index, encode(item))
         events.append(self.event("response.output_item.done", members))
+
+    def _call_done(self, item: CallItem | CustomCallItem) -> bytes:
+        if isinstance(item, CallItem):
+            members = b'%b,"arguments":%b' % (self._place, encode(item.arguments))
+            return self.event("response.function_call_arguments.done", members)
+        members = b'%b,"input":%b' % (self._place, encode(item.input))
+        return self.event("response.custom_tool_call_input.done", members)
 
     def _text_done(self, item: MessageItem | ReasoningItem) -> Events:
         """The events that end the one part of a text."""
@@ -205,10 +238,13 @@ class Composer:
         text = "".join(self._pieces)
         self._pieces.clear()
         item.status = status
-        if isinstance(item, CallItem):
-            item.arguments += text
-        else:
-            item.content[0].text += text
+        match item:
+            case CallItem():
+                item.arguments += text
+            case CustomCallItem():
+                item.input += text
+            case _:
+                item.content[0].text += text
 
     def _part_event(self, kind: str, part: OutputText | ReasoningText) -> bytes:
         members = b'%b,"content_index":0,"part":%b' % (self._place, encode(part))

@@ -12,19 +12,28 @@ from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from msgspec.structs import replace
 
 from forebay_gateway.api.openai.schema import FunctionCall, Message, ToolCall
+from forebay_gateway.api.responses.custom import as_arguments
 from forebay_gateway.api.responses.schema import Item, Part
+from forebay_gateway.api.responses.tools import flat_name
 
 MAX_ITEMS = 65_536
-TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+TYPES = (
+    "message", "function_call", "function_call_output", "custom_tool_call",
+    "custom_tool_call_output", "reasoning", "item_reference",
+)  # fmt: skip
+CALLS = frozenset({"function_call", "custom_tool_call"})
+OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 ROLES = ("user", "assistant", "system", "developer")
 
 _PREFIX = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
-_ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})[io][0-9a-f]{5}")
+_ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{32})[io][0-9a-f]{5}")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _MAX_ID = 256
 
@@ -98,18 +107,36 @@ def _message(item: Item, at: str) -> Item:
 
 
 def _function_call(item: Item, at: str) -> Item:
-    for name in ("call_id", "name", "arguments"):
+    _check_members(item, at, "call_id", "name", "arguments")
+    return Item(
+        type=item.type,
+        call_id=item.call_id,
+        name=item.name,
+        namespace=item.namespace,
+        arguments=item.arguments,
+    )
+
+
+def _custom_tool_call(item: Item, at: str) -> Item:
+    _check_members(item, at, "call_id", "name", "input")
+    return Item(
+        type=item.type,
+        call_id=item.call_id,
+        name=item.name,
+        namespace=item.namespace,
+        input=item.input,
+    )
+
+
+def _check_members(item: Item, at: str, *names: str) -> None:
+    for name in names:
         if getattr(item, name) is None:
             raise _missing(f"{at}.{name}")
-    return Item(type=item.type, call_id=item.call_id, name=item.name, arguments=item.arguments)
 
 
-def _function_call_output(item: Item, at: str) -> Item:
-    if item.call_id is None:
-        raise _missing(f"{at}.call_id")
-    if item.output is None:
-        raise _missing(f"{at}.output")
-    output = item.output
+def _output(item: Item, at: str) -> Item:
+    _check_members(item, at, "call_id", "output")
+    output = item.output or ""
     if not isinstance(output, str):
         output = _parts(output, "input_text", f"{at}.output")
     return Item(type=item.type, call_id=item.call_id, output=output)
@@ -129,7 +156,9 @@ def _reasoning(item: Item, at: str) -> Item:
 _CHECKS: dict[str, Callable[[Item, str], Item]] = {
     "message": _message,
     "function_call": _function_call,
-    "function_call_output": _function_call_output,
+    "function_call_output": _output,
+    "custom_tool_call": _custom_tool_call,
+    "custom_tool_call_output": _output,
     "reasoning": _reasoning,
     "item_reference": _reference,
 }
@@ -167,16 +196,16 @@ def check_calls(items: Sequence[Item], first: int) -> None:
     """
     called: set[str | None] = set()
     for position, item in enumerate(items):
-        if item.type == "function_call":
+        if item.type in CALLS:
             called.add(item.call_id)
-        elif item.type == "function_call_output" and item.call_id not in called:
+        elif item.type in OUTPUTS and item.call_id not in called:
             _refuse_call(position - first)
 
 
 def _refuse_call(index: int) -> NoReturn:
     param = f"input[{index}].call_id" if index >= 0 else "previous_response_id"
     raise InvalidRequestError(
-        f"{param}: there is no function_call with this call_id before its output.", param=param
+        f"{param}: there is no call with this call_id before its output.", param=param
     )
 
 
@@ -217,10 +246,9 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
             turn = _Assistant()
         if item.type == "reasoning":
             turn.thoughts.append(_text(item.content) or _text(item.summary))
-        elif item.type == "function_call":
-            function = FunctionCall(item.name or "", item.arguments)
-            turn.calls.append(ToolCall(function, item.call_id, "function"))
-        elif item.type == "function_call_output":
+        elif item.type in CALLS:
+            turn.calls.append(_call(item))
+        elif item.type in OUTPUTS:
             yield Message("tool", _text(item.output), tool_call_id=item.call_id)
         elif item.role == "assistant":
             turn.texts.append(_text(item.content))
@@ -230,16 +258,25 @@ def _messages(items: Sequence[Item]) -> Iterator[Message]:
         yield turn.message()
 
 
+def _call(item: Item) -> ToolCall:
+    """A call as the model made it: of the one function that a tool in a namespace is for it."""
+    arguments = item.arguments if item.type == "function_call" else as_arguments(item.input or "")
+    name = flat_name(item.namespace, item.name or "")
+    return ToolCall(FunctionCall(name, arguments), item.call_id, "function")
+
+
 def _begins_anew(item: Item, turn: _Assistant) -> bool:
-    """Whether the assistant's message ends before this item."""
-    if not turn:
-        return False
-    if item.type == "function_call":
+    """Whether the assistant's message ends before this item.
+
+    What an assistant says between its calls and their results is part of the same message: for
+    templates a result must stand right behind its call.
+    """
+    if not turn or item.type in CALLS:
         return False
     if item.type == "reasoning":
         return bool(turn.texts or turn.calls)
     if item.role == "assistant":
-        return bool(turn.texts or turn.calls)
+        return bool(turn.texts) and not turn.calls
     return True
 
 

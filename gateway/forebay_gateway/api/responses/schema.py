@@ -58,28 +58,43 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
+    namespace: str | None = None
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
     encrypted_content: str | None = None
 
 
-class FunctionTool(msgspec.Struct, frozen=True):
+class InputFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the input of a custom tool must be like."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool of any type; `tools` says which fields a type must have."""
+
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
-    defer_loading: bool | None = None
+    format: InputFormat | None = None
+    tools: "list[Tool] | None" = None
 
 
-class ChosenTool(msgspec.Struct, frozen=True):
+class ChosenTool(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     name: str | None = None
+    namespace: str | None = None
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
+class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     name: str | None = None
+    namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[ChosenTool] | None = None
 
@@ -182,7 +197,7 @@ class ResponsesRequest(Elsewhere, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[str] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

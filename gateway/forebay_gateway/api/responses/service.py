@@ -31,12 +31,15 @@ from forebay_gateway.api.responses.runs import BackgroundRuns
 from forebay_gateway.api.responses.schema import ResponsesRequest, decode_request
 from forebay_gateway.api.responses.shapes import new_response
 from forebay_gateway.api.responses.store import ResponseStore
+from forebay_gateway.api.responses.tools import Toolbox
 from forebay_gateway.api.responses.translate import chat_request, renamed
 from forebay_gateway.api.responses.truncation import fitting
 from forebay_gateway.api.responses.writer import ResponseWriter
 from forebay_gateway.api.transcript import Usage
+from forebay_gateway.teams.aliases import warning
 from forebay_gateway.teams.caller import Caller
 
+_LEFT_OUT = "The hosted tools of this request were left out: this server runs none."
 _NO_ID = "resp_" + "0" * 32
 """Of what is only counted."""
 
@@ -69,7 +72,10 @@ class ResponsesService:
             created_at=int(time.time()),
             store=stores,
         )
-        writer = ResponseWriter(response, _logprobs(turn))
+        toolbox = Toolbox(request.tools or ())
+        if toolbox.left_out:
+            caller.headers.append(warning(_LEFT_OUT))
+        writer = ResponseWriter(response, _logprobs(turn), toolbox.callees)
         transcript = self._turns.run(
             turn.request, [turn.job], turn.reading, by_token=turn.logprobs is not None
         )
@@ -92,7 +98,7 @@ class ResponsesService:
             chat = chat_request(request, chat_messages(context.items, request.instructions))
             rendered = await self._turns.render(chat, caller, context.size)
         except ForebayError as error:
-            raise renamed(error) from None
+            raise renamed(error, request) from None
         return Answer(encode(_Counted(len(rendered.token_ids))))
 
     async def check_streams(self, team: str, response_id: str) -> None:
@@ -131,7 +137,7 @@ class ResponsesService:
                     raise
                 turn = await prepared(await fitting(self._turns, request, items, caller, size))
         except ForebayError as error:
-            raise renamed(error) from None
+            raise renamed(error, request) from None
         return _with_own_names(turn)
 
 

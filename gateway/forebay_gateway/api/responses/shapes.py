@@ -11,12 +11,8 @@ from forebay_shared.errors import ForebayError, InvalidRequestError, RateLimitEr
 from forebay_shared.sampling import SamplingParams
 
 from forebay_gateway.api.openai.logprobs import TokenEntry
-from forebay_gateway.api.responses.schema import (
-    FunctionTool,
-    ResponsesRequest,
-    TextFormat,
-    ToolChoice,
-)
+from forebay_gateway.api.responses.schema import ResponsesRequest, TextFormat, ToolChoice
+from forebay_gateway.api.responses.tools import Toolbox
 from forebay_gateway.api.transcript import Usage
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -60,17 +56,23 @@ class CallItem(msgspec.Struct):
     name: str
     arguments: str = ""
     type: str = "function_call"
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-OutputItem: TypeAlias = MessageItem | ReasoningItem | CallItem
-
-
-class EchoedTool(msgspec.Struct):
+class CustomCallItem(msgspec.Struct):
+    id: str
+    status: ItemStatus
+    call_id: str
     name: str
-    description: str | None
-    parameters: dict[str, object] | None
-    strict: bool
-    type: str = "function"
+    input: str = ""
+    type: str = "custom_tool_call"
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+
+
+OutputItem: TypeAlias = MessageItem | ReasoningItem | CallItem | CustomCallItem
+
+
+EchoedTools: TypeAlias = list[dict[str, object]]
 
 
 class EchoedText(msgspec.Struct):
@@ -137,7 +139,7 @@ class Response(msgspec.Struct, kw_only=True):
     temperature: float
     text: EchoedText
     tool_choice: str | ToolChoice
-    tools: list[EchoedTool]
+    tools: EchoedTools
     top_logprobs: int
     top_p: float
     presence_penalty: float
@@ -181,7 +183,7 @@ def new_response(
             (text and text.format) or TextFormat("text"), (text and text.verbosity) or "medium"
         ),
         tool_choice=request.tool_choice or "auto",
-        tools=[_tool(tool) for tool in request.tools or ()],
+        tools=Toolbox(request.tools or ()).echoed(),
         top_logprobs=request.top_logprobs or 0,
         top_p=sampling.top_p,
         presence_penalty=sampling.presence_penalty,
@@ -210,7 +212,3 @@ def response_error(error: ForebayError) -> ResponseError:
     elif isinstance(error, InvalidRequestError):
         code = "invalid_prompt"
     return ResponseError(code, error.message, error.param)
-
-
-def _tool(tool: FunctionTool) -> EchoedTool:
-    return EchoedTool(tool.name or "", tool.description, tool.parameters, tool.strict is not False)

@@ -5,26 +5,15 @@ that the client wrote. It knows no model and no Redis.
 """
 
 import re
-from collections.abc import Sequence
 
-from forebay_shared.errors import ForebayError, InvalidRequestError, UnsupportedError
+from forebay_shared.errors import ForebayError, InvalidRequestError
 from msgspec import UnsetType
 
 from forebay_gateway.api.decoding import null
 from forebay_gateway.api.openai.schema import ChatRequest, Message
 from forebay_gateway.api.openai.structured import JsonSchemaFormat, ResponseFormat
-from forebay_gateway.api.openai.tools import (
-    FunctionDefinition,
-    NamedFunction,
-    NamedToolChoice,
-    ToolDefinition,
-)
-from forebay_gateway.api.responses.schema import (
-    FunctionTool,
-    ResponsesRequest,
-    TextFormat,
-    ToolChoice,
-)
+from forebay_gateway.api.responses.schema import ResponsesRequest, TextFormat
+from forebay_gateway.api.responses.tools import Toolbox
 
 _SAME = (
     "allowed_token_ids",
@@ -54,11 +43,11 @@ _SAME = (
 )
 """Fields that mean the same under the same name."""
 
+_FUNCTION = re.compile(r"^tools\[(\d+)\]\.function\b")
 _NAMES = (
     (re.compile(r"^messages\b.*"), "input"),
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),
     (re.compile(r"^response_format\b"), "text.format"),
-    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"^tool_choice\.function\b"), "tool_choice"),
     (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
     (re.compile(r"^max_(?:completion_)?tokens\b"), "max_output_tokens"),
@@ -68,7 +57,8 @@ _NAMES = (
 
 def chat_request(request: ResponsesRequest, messages: list[Message]) -> ChatRequest:
     """Raises InvalidRequestError in the names of this dialect."""
-    allowed, choice = _tool_choice(request)
+    toolbox = Toolbox(request.tools or ())
+    definitions, choice = toolbox.choose(request.tool_choice)
     reasoning = request.reasoning
     fields: dict[str, object] = {name: getattr(request, name) for name in _SAME}
     return ChatRequest(
@@ -77,7 +67,7 @@ def chat_request(request: ResponsesRequest, messages: list[Message]) -> ChatRequ
         max_completion_tokens=request.max_output_tokens,
         logprobs=request.wants_logprobs,
         top_logprobs=(request.top_logprobs or 0) if request.wants_logprobs else None,
-        tools=[_definition(tool) for tool in allowed],
+        tools=definitions,
         tool_choice=choice,
         reasoning_effort=reasoning.effort if reasoning else None,
         response_format=_response_format(request),
@@ -85,70 +75,19 @@ def chat_request(request: ResponsesRequest, messages: list[Message]) -> ChatRequ
     )
 
 
-def renamed(error: ForebayError) -> ForebayError:
+def renamed(error: ForebayError, request: ResponsesRequest) -> ForebayError:
     """The same error in the names of this dialect."""
     if error.param is None:
         return error
+    param = error.param
+    if function := _FUNCTION.match(param):
+        param = Toolbox(request.tools or ()).places[int(function[1])] + param[function.end() :]
     for pattern, name in _NAMES:
-        param = pattern.sub(name, error.param)
-        if param != error.param:
-            message = error.message.replace(error.param, param)
-            return type(error)(message, param=param, retry_after_s=error.retry_after_s)
-    return error
-
-
-def _tool_choice(
-    request: ResponsesRequest,
-) -> tuple[Sequence[FunctionTool], str | NamedToolChoice | None]:
-    """The tools that the model gets, and what the chat side calls the choice among them."""
-    tools = request.tools or ()
-    for index, tool in enumerate(tools):
-        _check_tool(tool, f"tools[{index}]")
-    choice = request.tool_choice
-    if choice is None or isinstance(choice, str):
-        return tools, choice
-    if choice.type == "function":
-        if choice.name is None:
-            raise _required("tool_choice.name")
-        return tools, NamedToolChoice("function", NamedFunction(choice.name))
-    if choice.type == "allowed_tools":
-        return _allowed(tools, choice), choice.mode or "auto"
-    raise UnsupportedError(
-        "tool_choice.type must be function or allowed_tools: there are no hosted tools here.",
-        param="tool_choice.type",
-    )
-
-
-def _check_tool(tool: FunctionTool, at: str) -> None:
-    if tool.type != "function":
-        raise UnsupportedError(
-            f"{at}.type must be function: hosted and custom tools are not supported.",
-            param=f"{at}.type",
-        )
-    if tool.name is None:
-        raise _required(f"{at}.name")
-    if tool.defer_loading:
-        raise UnsupportedError(f"{at}.defer_loading is not supported.", param=f"{at}.defer_loading")
-
-
-def _allowed(tools: Sequence[FunctionTool], choice: ToolChoice) -> list[FunctionTool]:
-    by_name = {tool.name: tool for tool in tools}
-    found: list[FunctionTool] = []
-    for index, chosen in enumerate(choice.tools or ()):
-        if chosen.type != "function" or chosen.name not in by_name:
-            param = f"tool_choice.tools[{index}]"
-            raise InvalidRequestError(
-                f"{param} must name a function that is among the tools.", param=param
-            )
-        found.append(by_name[chosen.name])
-    if not found:
-        raise InvalidRequestError("tool_choice.tools must not be empty.", param="tool_choice.tools")
-    return list({tool.name: tool for tool in found}.values())
-
-
-def _definition(tool: FunctionTool) -> ToolDefinition:
-    function = FunctionDefinition(tool.name or "", tool.description, tool.parameters, tool.strict)
-    return ToolDefinition("function", function)
+        param = pattern.sub(name, param)
+    if param == error.param:
+        return error
+    message = error.message.replace(error.param, param)
+    return type(error)(message, param=param, retry_after_s=error.retry_after_s)
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:

@@ -9,7 +9,7 @@ from forebay_shared.errors import ContextLengthError
 
 from forebay_gateway.api.openai.schema import ChatRequest
 from forebay_gateway.api.openai.turns import Turns
-from forebay_gateway.api.responses.items import chat_messages
+from forebay_gateway.api.responses.items import CALLS, OUTPUTS, chat_messages
 from forebay_gateway.api.responses.schema import Item, ResponsesRequest
 from forebay_gateway.api.responses.translate import chat_request
 from forebay_gateway.teams.caller import Caller
@@ -56,9 +56,5 @@ async def fitting(
 
 def _from(items: Sequence[Item], first: int) -> list[Item]:
     """The items from `first` on, but no output whose call is gone."""
-    called = {item.call_id for item in items[first:] if item.type == "function_call"}
-    return [
-        item
-        for item in items[first:]
-        if item.type != "function_call_output" or item.call_id in called
-    ]
+    called = {item.call_id for item in items[first:] if item.type in CALLS}
+    return [item for item in items[first:] if item.type not in OUTPUTS or item.call_id in called]

@@ -5,7 +5,7 @@ no HTTP.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from forebay_shared.errors import ForebayError
 from msgspec.structs import replace
@@ -19,20 +19,27 @@ from forebay_gateway.api.responses.shapes import (
     response_error,
     response_usage,
 )
+from forebay_gateway.api.responses.tools import Callee
 from forebay_gateway.api.sse import COMMENT
 from forebay_gateway.api.transcript import FinishReason, Update, Usage
 from forebay_gateway.parts import Collected
 
 
 class ResponseWriter:
-    """`response` is the response as it is now: the events of its life hold copies of it."""
+    """`response` is the response as it is now: the events of its life hold copies of it. `callees`
+    are as the composer's."""
 
     running_usage = False
     sign_of_life = COMMENT
 
-    def __init__(self, response: Response, logprobs: ChatLogprobs | None = None) -> None:
+    def __init__(
+        self,
+        response: Response,
+        logprobs: ChatLogprobs | None = None,
+        callees: Mapping[str, Callee] = {},
+    ) -> None:
         self.response = response
-        self._composer = Composer(response.id, logprobs)
+        self._composer = Composer(response.id, logprobs, callees)
         self._cut = False
 
     def opening(self, size: int, usage: Usage) -> bytes:
