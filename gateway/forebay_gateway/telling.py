@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Telling(Attempts[Event]):
-    """A running text job. Use it as an async context manager; see `dispatch.Generation`."""
+    """A running text job. Use it as an async context manager; see `generation.Generation`."""
 
     def __init__(self, dispatcher: "Dispatcher", job: TextJob) -> None:
         self._ledger = TextLedger(job.n)

@@ -32,7 +32,7 @@ class Scope(Protocol):
 
 
 class Running(Scope, Protocol):
-    """See dispatch.Generation."""
+    """See generation.Generation."""
 
     async def events(self) -> list[Event]: ...
 
