@@ -380,7 +380,9 @@ def figures(driven: Driven) -> dict[str, float]:
 def test_what_sets_a_replica_aside_is_counted(
     far: Upstream, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay_worker.engines.http.engine.PROBE_S", 60)
+    monkeypatch.setattr("forebay_worker.engines.http.engine.PROBE_S", 600)
+    monkeypatch.setattr("forebay_worker.engines.http.breaker.ASIDE_S", 60.0)
+    first_s = 0.5 if reason == "timeout" else PATIENCE_S
 
     async def play(call: Call) -> None:
         if reason == "status":
@@ -396,7 +398,7 @@ def test_what_sets_a_replica_aside_is_counted(
     with (
         upstream() as other,
         engine(
-            far, upstream_url=(other.url, far.url), upstream_first_token_timeout_s=0.5
+            far, upstream_url=(other.url, far.url), upstream_first_token_timeout_s=first_s
         ) as driven,
     ):
         wait_until(lambda: len(figures(driven)) == 4, "each has been asked whether it is there")
