@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
 
 import pytest
-from bus_house import WorkerProcess, answer, job, run_job, workers
+from bus_house import LONG_LEASE_S, WorkerProcess, answer, job, run_job, workers
+from forebay_gateway import roster
 from forebay_gateway.backend import Backend
 from forebay_gateway.jobs import Job
 from forebay_gateway.teams.books import Query, days_between, fold, money, report
@@ -169,14 +170,16 @@ async def test_a_teams_cached_prefix_is_its_own_unless_it_shares(
 
 
 async def test_a_moved_request_is_charged_once(
-    redis_server: RedisServer, wait_until: WaitUntil
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(roster, "LEASE_S", LONG_LEASE_S)
     key, sent = key_of()
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
-        with workers(redis_server.url, 1, delay_ms=5, drain_s=0) as running:
+        long = {"drain_s": 0, "lease_s": LONG_LEASE_S}
+        with workers(redis_server.url, 1, delay_ms=5, **long) as running:
             await wait_until(lambda: backend.roster.ready)
             [first] = backend.roster.workers
-            running += [WorkerProcess(redis_server.url, 5, 0)]
+            running += [WorkerProcess(redis_server.url, 5, **long)]
             await wait_until(lambda: len(backend.roster.workers) == 2)
             caller = await caller_of(backend, sent, [*BASICS, key])
             one = metered(backend, caller, tokens=600)

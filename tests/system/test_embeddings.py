@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from patience import PATIENCE_S
-from serve_house import Serve, starting
+from serve_house import Serve, starting, until
 
 pytestmark = pytest.mark.system
 
@@ -219,5 +219,5 @@ def test_a_real_model_ranks_by_meaning() -> None:
 def test_what_was_made_is_counted(http: httpx.Client, server: Serve) -> None:
     before = server.metric("forebay_embedded_inputs_total")
     embed(http, ["a", "b"])
-    assert server.metric("forebay_embedded_inputs_total") == before + 2
+    until(lambda: server.metric("forebay_embedded_inputs_total") == before + 2)
     assert 'route="embeddings"' in http.get("/metrics").text
