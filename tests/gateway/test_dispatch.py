@@ -476,6 +476,7 @@ async def test_being_handed_over_does_not_count_among_the_attempts(
                 await wait_until(lambda: len(backend.roster.workers) == 2)
                 running[-2].send(signal.SIGTERM)
                 await _until_moved(generation, attempt, got)
+                await wait_until(lambda: len(backend.roster.workers) == 1)  # the old one has left
             await answer(generation, until=got.count + 5, so_far=got)
         assert got.tokens[0] == expected((1, 2, 3), got.count)
         assert _count(backend, "resubmitted", reason="drained") == MAX_ATTEMPTS + 1
