@@ -5,10 +5,12 @@ import json
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from forebay_gateway.backend import Backend
 from forebay_gateway.teams import exporter as exporting
+from forebay_gateway.teams.bookkeeper import Bookkeeper
 from forebay_gateway.teams.exporter import Exporter, oldest_wanted
 from forebay_gateway.teams.sinks import COLUMNS, Entry, Form, open_sink
 from forebay_shared import keys
@@ -134,15 +136,17 @@ async def test_the_stream_is_not_trimmed_before_every_target_has_it(
 ) -> None:
     monkeypatch.setattr("forebay_gateway.teams.bookkeeper.KEEP_MS", -10_000)  # all is old
     client = redis_server.client
+    trim = Bookkeeper._trim
+    monkeypatch.setattr(Bookkeeper, "_trim", AsyncMock())  # only as the test says
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
-        keeper = backend.teams.bookkeeper
+        keeper, own = backend.teams.bookkeeper, Bookkeeper(redis_server.url, "another")
         now, _ = client.time()
 
         async def left(**cursors: str) -> list[str]:
             client.delete(keys.exports())
             if cursors:
                 client.hset(keys.exports(), mapping=cursors)
-            await keeper._trim()
+            await trim(own)
             return [entry.decode() for entry, _ in client.xrange(keys.records())]
 
         for number in range(1, 11):
@@ -153,6 +157,7 @@ async def test_the_stream_is_not_trimmed_before_every_target_has_it(
         assert (await left(one=f"9-0 {now}", two=f"4-0 {now}"))[0] == "4-0"
         assert (await left(one=f"9-0 {now}", two=f"5-0 {now - 8 * 86_400}"))[0] == "9-0"
         assert await left() == ["10-0"], "without an export, what is in the books may go"
+        await own._link.close()
 
 
 def exported(backends: Sequence[Backend]) -> int:
