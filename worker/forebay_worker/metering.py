@@ -3,6 +3,7 @@
 A gateway settles its own requests. When one dies, what its requests held is in Redis, and what they
 used is known here; also of those that ended a moment before, whose gateway may not have come to it.
 The script lets only the first settlement through. It knows no team and no price: the hold has them.
+What had ended by itself is on the books as completed: its client may have had all of it, or not.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from forebay_shared import keys
-from forebay_shared.books import SETTLE, decode_hold, record_of, settlement, total
+from forebay_shared.books import SETTLE, Outcome, decode_hold, record_of, settlement, total
 from forebay_shared.bus import Publisher
 from forebay_shared.link import Value
 from forebay_shared.wire import (
@@ -40,12 +41,13 @@ _Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Tally:
-    """What one attempt has used so far."""
+    """What one attempt has used so far, and how it ends if nothing else is heard of it."""
 
     gateway: str
     attempt: int
     open: int
     started: bool = False
+    outcome: Outcome = "completed"
     usages: list[Usage] = field(default_factory=list[Usage])
 
 
@@ -86,8 +88,11 @@ class Metering:
                 tally.started = tally.started or isinstance(reply, Embedded)
                 tally.usages.append(reply.usage)
                 tally.open -= 1
+                if isinstance(reply, Done) and reply.finish_reason == "abort":
+                    tally.outcome = "cancelled"
             else:
                 tally.open = 0
+                tally.outcome = "cancelled" if reply.retryable else "error"
             if tally.open <= 0:
                 self._ended.append((time.monotonic(), (reply.request_id, reply.attempt)))
                 if tally.gateway in self._gone:
@@ -120,7 +125,7 @@ class Metering:
             except msgspec.DecodeError:
                 log.warning("a hold cannot be read")
                 return
-            record = record_of(hold, usage, "cancelled", tally.attempt)
+            record = record_of(hold, usage, tally.outcome, tally.attempt)
             SETTLE.send(self._publisher, *settlement(hold, record, only_held=True))
 
         self._publisher.call("HGET", keys.holds(), request_id).add_done_callback(fetched)
