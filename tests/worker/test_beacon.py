@@ -9,7 +9,7 @@ from forebay_shared.settings import Secret, WorkerSettings
 from forebay_shared.telemetry import EngineMetrics
 from forebay_worker.beacon import LOST_S, Presence
 from forebay_worker.digest import Digests
-from forebay_worker.engines.echo import EchoEngine
+from forebay_worker.engines.echo.engine import EchoEngine
 from prometheus_client import CollectorRegistry
 
 LEASE_S = keys.LEASE_MS / 1000
