@@ -169,7 +169,8 @@ class WorkerSettings:
         int, Meta(ge=1, description="prompt tokens waiting in the worker; more are refused")
     ] = 2_097_152
     team_queue_share: Annotated[
-        float, Meta(gt=0, le=1, description="share of both that one team may hold; more is a 429")
+        float,
+        Meta(gt=0, le=1, description="a team's share of what others leave of both; else a 429"),
     ] = 0.5
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="share of the card's memory to use")

@@ -1,5 +1,6 @@
 """Who may wait at a worker: bounds by requests, tokens and team, and by the queue's drain rate."""
 
+import itertools
 import random
 
 import pytest
@@ -16,11 +17,22 @@ class House:
         self.door = Door(Bounds(**bounds), lambda: self.now, self.refused.append)
         self._serial = 0
 
-    def enter(self, tokens: int = 10, team: str = "", patience_s: float = 0.0) -> Key:
+    def enter(
+        self, tokens: int = 10, team: str = "", patience_s: float = 0.0, weight: float = 1.0
+    ) -> Key:
         self._serial += 1
         key = (f"r{self._serial}", 1)
-        self.door.enter(key, team, tokens, patience_s)
+        self.door.enter(key, team, tokens, patience_s, weight)
         return key
+
+    def fill(self, team: str) -> int:
+        """Requests of a team until one is refused."""
+        for held in itertools.count():
+            try:
+                self.enter(1, team)
+            except RateLimitError:
+                return held
+        raise AssertionError
 
     def drain(self, seconds: int, per_s: int, tokens: int) -> None:
         """A second's arrivals are served in the next one, so that something always waits."""
@@ -59,13 +71,40 @@ def test_a_team_holds_its_share_and_no_more() -> None:
     keys = [house.enter(team="red") for _ in range(5)]
     with pytest.raises(RateLimitError):
         house.enter(team="red")
-    for _ in range(4):
+    for _ in range(2):
         house.enter(team="blue")
-    house.door.leave(keys[0], served=False)
+    for key in keys[:3]:
+        house.door.leave(key, served=False)
     with pytest.raises(RateLimitError):
         house.enter(900, team="red")
     house.enter(team="red")
     assert house.refused == ["team", "team"]
+
+
+def test_however_many_teams_flood_there_is_room_for_another_one() -> None:
+    """Each holds at most its share of what the others leave."""
+    house = House(requests=1024)
+    held = [house.fill(f"team {at}") for at in range(6)]
+    assert held == [512, 256, 128, 64, 32, 16]
+    house.enter(team="blue")
+
+
+def test_a_queue_of_another_teams_is_not_in_the_way() -> None:
+    """The engine serves teams in turns: blue's next request is served at once, whatever red has
+    waiting, and what blue has waiting at blue's share of the rate, here a third."""
+    house = House()
+    house.drain(20, per_s=5, tokens=100)
+    for _ in range(400):
+        house.enter(100, team="red")
+    assert house.door.wait_s == pytest.approx(81, rel=0.1)
+    with pytest.raises(OverloadedError):
+        house.enter(100, team="red", patience_s=30)
+    for _ in range(10):  # 2 s of work for the whole engine
+        house.enter(100, team="blue", patience_s=8)
+    with pytest.raises(OverloadedError):
+        house.enter(100, team="blue", patience_s=6)
+    house.enter(100, team="blue", patience_s=6, weight=9.0)
+    assert house.refused == ["wait", "wait"]
 
 
 def test_who_would_expire_in_the_queue_is_not_let_in() -> None:

@@ -2,7 +2,9 @@
 
 What is refused is refused at once, while the engine may be in a long step, and learns when to come
 again from the rate at which the queue has drained. A request that would wait past its own deadline
-is not let in to expire. It knows no engine and no Redis.
+is not let in to expire. Engines serve teams by weight, so a team waits for its own queue and not
+for another's: a flood neither fills the queue for others nor makes it look long to them. It knows
+no engine and no Redis.
 """
 
 import math
@@ -28,7 +30,9 @@ RETRY_S = (1.0, 40.0)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`share`: of both, what one team may hold. A request alone is let in whatever its size."""
+    """`share`: what a team may hold of both, so far as others leave it. Where n hold all they may,
+    that is 1 / (n + 1) each at a share of a half, so there is room for one more. A request alone is
+    let in whatever its size."""
 
     requests: int = 1024
     tokens: int = 2_097_152
@@ -42,6 +46,7 @@ DEFAULT = Bounds()
 class _Held:
     requests: int = 0
     tokens: int = 0
+    weight: float = 1.0
 
     def add(self, sign: int, tokens: int) -> None:
         self.requests += sign
@@ -71,18 +76,30 @@ class Door:
 
     @property
     def wait_s(self) -> float:
-        """How long what waits now will take to leave; 0 when that is not known.
+        """How long what waits now will take to leave; 0 when that is not known."""
+        return self._time_of(self._all)
 
-        The less of what tokens and requests say: which of them is short is not known here.
-        """
+    def _time_of(self, waits: _Held) -> float:
+        """In which so much leaves, by the less of what tokens and requests say: which of them is
+        short is not known here."""
         if self._busy_s < LEARNT_S or not self._drained_tokens:
             return 0.0
-        waits = self._all
         return self._busy_s * min(
             waits.tokens / self._drained_tokens, waits.requests / self._drained_requests
         )
 
-    def enter(self, key: Key, team: str, tokens: int, patience_s: float) -> None:
+    def _turn_s(self, team: str, weight: float) -> float:
+        """How long a request of this team will wait: no longer than all that waits takes to leave,
+        nor than its team's own at the team's share of the rate."""
+        held = self._teams.get(team)
+        if held is None:
+            return 0.0
+        others = sum(each.weight for each in self._teams.values() if each is not held)
+        return min(self.wait_s, self._time_of(held) * (weight + others) / weight)
+
+    def enter(
+        self, key: Key, team: str, tokens: int, patience_s: float, weight: float = 1.0
+    ) -> None:
         """Counts a request as waiting until it has left. `patience_s`: 0 for as long as it takes.
 
         Raises:
@@ -90,18 +107,20 @@ class Door:
             RateLimitError: too much of its team waits here.
         """
         self._look()
-        if self._all.requests and (found := self._in_the_way(team, tokens, patience_s)):
+        if self._all.requests and (found := self._in_the_way(team, tokens, patience_s, weight)):
             reason, error = found
             self._refused(reason)
             raise error
-        self.force(key, team, tokens)
+        self.force(key, team, tokens, weight)
 
-    def force(self, key: Key, team: str, tokens: int) -> None:
+    def force(self, key: Key, team: str, tokens: int, weight: float = 1.0) -> None:
         """Counts one that is let in whatever waits: its client has had a part of its answer."""
         self._look()
         self._waiting[key] = (team, tokens)
         self._all.add(+1, tokens)
-        self._teams[team].add(+1, tokens)
+        held = self._teams[team]
+        held.add(+1, tokens)
+        held.weight = weight
 
     def leave(self, key: Key, *, served: bool) -> None:
         """It waits no more: it was `served`, or has ended. Once it has left, nothing happens."""
@@ -119,18 +138,20 @@ class Door:
             self._drained_requests += 1
 
     def _in_the_way(
-        self, team: str, tokens: int, patience_s: float
+        self, team: str, tokens: int, patience_s: float, weight: float
     ) -> tuple[RefuseReason, ForebayError] | None:
         bounds, held = self._bounds, self._all
         message = "The worker's queue is full. Please retry."
+        # Who comes again when half of what waits has left finds room.
         if held.requests >= bounds.requests:
-            return "requests", OverloadedError(message, retry_after_s=self._retry_after_s())
+            return "requests", OverloadedError(message, retry_after_s=_bounded(self.wait_s / 2))
         if held.tokens + tokens > bounds.tokens:
-            return "tokens", OverloadedError(message, retry_after_s=self._retry_after_s())
+            return "tokens", OverloadedError(message, retry_after_s=_bounded(self.wait_s / 2))
+        turn_s = self._turn_s(team, weight)
         if team and self._is_too_much(team, tokens):
             message = "Too many requests of this team wait already. Please retry."
-            return "team", RateLimitError(message, retry_after_s=self._retry_after_s())
-        if patience_s and (late_s := self.wait_s - CERTAIN * patience_s) > 0:
+            return "team", RateLimitError(message, retry_after_s=_bounded(turn_s / 2))
+        if patience_s and (late_s := turn_s - CERTAIN * patience_s) > 0:
             message = "The request would wait longer than it may. Please retry."
             return "wait", OverloadedError(message, retry_after_s=_bounded(late_s))
         return None
@@ -139,14 +160,12 @@ class Door:
         held, bounds = self._teams.get(team), self._bounds
         if held is None:
             return False
+        room = bounds.requests - (self._all.requests - held.requests)
+        room_tokens = bounds.tokens - (self._all.tokens - held.tokens)
         return (
-            held.requests >= max(1, bounds.share * bounds.requests)
-            or held.tokens + tokens > bounds.share * bounds.tokens
+            held.requests >= max(1, bounds.share * room)
+            or held.tokens + tokens > bounds.share * room_tokens
         )
-
-    def _retry_after_s(self) -> float:
-        """Until half of what waits has left, so that those who come again find room."""
-        return _bounded(self.wait_s / 2)
 
     def _look(self) -> None:
         """Lets the past fade, and counts the time since the last look if something waited."""

@@ -231,10 +231,11 @@ class Service:
         """Why the request may not wait here. One that goes on with an answer always may."""
         tokens = work.num_tokens
         if isinstance(work, Submit) and any(start.emitted for start in work.starts):
-            self._door.force(key, work.team, tokens)
+            self._door.force(key, work.team, tokens, work.weight)
             return None
         try:
-            self._door.enter(key, work.team, tokens, work.queue_timeout_ms / 1000)
+            patience_s = work.queue_timeout_ms / 1000
+            self._door.enter(key, work.team, tokens, patience_s, work.weight)
         except ForebayError as refusal:
             return refusal
         return None
