@@ -185,7 +185,7 @@ class Edge:
         if path in _UNBOUNDED:
             await self._app(inner, receive, send)
             return
-        with self._admission.admit():
+        with self._admission.admit(caller.team):
             await self._app(inner, receive, send)
 
     def _preflight(self, headers: Mapping[bytes, bytes]) -> ASGIApp:
