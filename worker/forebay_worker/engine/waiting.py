@@ -122,6 +122,10 @@ class WaitingQueue(Generic[W]):
         """Several teams are present."""
         return len(self._teams) > 1 and sum(team.present > 0 for team in self._teams.values()) > 1
 
+    def waits(self, team: str) -> bool:
+        """Whether a sequence of this team waits."""
+        return any(lane.team == team for lane in self._lanes.values())
+
     def standing(self, team: str) -> Standing:
         """What a present team is ordered by, the smallest first."""
         known = self._teams[team]

@@ -49,10 +49,6 @@ class Life:
     def key(self) -> Key:
         return self.work.request_id, self.work.attempt
 
-    @property
-    def priority(self) -> int:
-        return self.work.priority
-
     def begin(self, cached_tokens: int = 0) -> None:
         """Says that it is being worked on; once."""
         if not self.started_at:

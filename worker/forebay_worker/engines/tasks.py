@@ -35,7 +35,7 @@ from forebay_shared.wire import (
 from forebay_worker.engine import replies
 from forebay_worker.engines.base import Emit, Recorder
 from forebay_worker.engines.lives import Ending, Life
-from forebay_worker.engines.places import Places
+from forebay_worker.engines.places import Places, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,8 @@ class TaskEngine(ABC):
     def _open(self, work: Task, counts: dict[int, int], run: Run) -> None:
         assert self._emit is not None
         assert self._recorder is not None
-        if self._places.waiting + len(counts) > self._settings.max_num_queued_reqs:
+        room = self._settings.max_num_queued_reqs - self._places.waiting
+        if len(counts) > room and self._places.waits(work.team):
             self.refuse(work, OverloadedError("The worker's queue is full. Please retry."))
             return
         for index, emitted in counts.items():
@@ -176,17 +177,18 @@ class TaskEngine(ABC):
             task.add_done_callback(self._ended)
 
     async def _live(self, life: Life, run: Run) -> Ending | Embedded:
-        patience_s = life.work.queue_timeout_ms / 1000 or None
+        work = life.work
+        ticket = Ticket(work.team, work.weight, work.priority, work.num_tokens)
         try:
-            async with asyncio.timeout(patience_s):
-                await self._places.take(life.priority)
+            async with asyncio.timeout(work.queue_timeout_ms / 1000 or None):
+                await self._places.take(ticket)
         except TimeoutError:
             raise DeadlineError("The request waited too long for its first step.") from None
         try:
             life.placed_at = time.monotonic()
             return await run(life)
         finally:
-            self._places.give_back()
+            self._places.give_back(ticket, life.tokens)
 
     def _ended(self, task: asyncio.Task[Ending | Embedded]) -> None:
         """Says how a sequence ended, in one place: a task may be cancelled before it ever ran."""
