@@ -95,6 +95,7 @@ class SimulatedCard:
 
     num_blocks, block_size, max_model_len, vocab_size = 16_384, 64, 40_960, 50_000
     token_budget = 8192
+    prefill_budget = 2048
     scores_prompts = False
 
     def __init__(self, card: Card, clock: Clock) -> None:

@@ -33,7 +33,7 @@ class InstantRunner:
     """Answers at once; the time that even that took is not the host's."""
 
     num_blocks, block_size, max_model_len, vocab_size = 16_384, 16, 4096, 50_000
-    token_budget = 2048
+    token_budget = prefill_budget = 2048
     scores_prompts = False
 
     def __init__(self) -> None:

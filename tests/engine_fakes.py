@@ -35,7 +35,7 @@ class FakeRunner:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.token_budget = 2048
+        self.token_budget = self.prefill_budget = 2048
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.scores_prompts = True

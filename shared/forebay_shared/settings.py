@@ -160,8 +160,13 @@ class WorkerSettings:
         int, Meta(ge=0, description="token budget of one step; 0: 8192 on CUDA, 256 on CPU")
     ] = 0
     max_num_prefill_tokens: Annotated[
-        int, Meta(ge=1, description="prompt tokens of a step in which others decode, at most")
-    ] = 2048
+        int,
+        Meta(
+            ge=0,
+            description="prompt tokens of a step in which others decode or that is for teams, at "
+            "most; 0: 2048 on CUDA, 64 on CPU",
+        ),
+    ] = 0
     max_num_queued_reqs: Annotated[
         int, Meta(ge=1, description="requests waiting in the worker; more are refused with a 503")
     ] = 1024

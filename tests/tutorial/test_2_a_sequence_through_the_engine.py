@@ -19,7 +19,7 @@ from forebay_worker.engine.intake import Limits
 class CountingModel:
     """After token t comes t + 1. A real runner has the same shape: rows in, tokens out."""
 
-    num_blocks, block_size, token_budget = 8, 4, 64
+    num_blocks, block_size, token_budget, prefill_budget = 8, 4, 64, 64
     max_model_len, vocab_size = 32, 100
     scores_prompts = False
 

@@ -58,6 +58,7 @@ class Narrow:
         self.num_blocks = num_blocks
         self.block_size = runner.block_size
         self.token_budget = runner.token_budget
+        self.prefill_budget = runner.prefill_budget
         self.max_model_len = runner.max_model_len
         self.vocab_size = runner.vocab_size
         self.scores_prompts = runner.scores_prompts

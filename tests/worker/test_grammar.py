@@ -265,6 +265,7 @@ class Narrow:
     def __init__(self, runner: Runner, num_blocks: int) -> None:
         self.num_blocks, self.block_size = num_blocks, runner.block_size
         self.token_budget = runner.token_budget
+        self.prefill_budget = runner.prefill_budget
         self.max_model_len, self.vocab_size = runner.max_model_len, runner.vocab_size
         self.execute = runner.execute
 

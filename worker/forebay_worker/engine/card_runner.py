@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 64  # the prefill kernel's tile, which one copy of the bulk engine brings
 TOKEN_BUDGET = 8192
+PREFILL_BUDGET = 2048  # of the largest captured graph
 _GRAPH_BYTES = 6 * 2**20  # set aside for each graph, beyond the buffers that they share
 
 
@@ -61,6 +62,7 @@ class CardRunner:
         _check(self.config)
         self.block_size = settings.block_size or BLOCK_SIZE
         self.token_budget = settings.max_num_batched_tokens or TOKEN_BUDGET
+        self.prefill_budget = PREFILL_BUDGET
         self.vocab_size = self.config.vocab_size
         self.max_model_len = loading.max_model_len(self.config, settings)
         self._most_blocks = -(-self.max_model_len // self.block_size)

@@ -66,7 +66,7 @@ class EngineCore:
             self.blocks,
             max_num_seqs=settings.max_num_seqs,
             token_budget=settings.max_num_batched_tokens or runner.token_budget,
-            prefill_budget=settings.max_num_prefill_tokens,
+            prefill_budget=settings.max_num_prefill_tokens or runner.prefill_budget,
         )
         self._pipeline = Pipeline(runner)
         self._recorder = recorder

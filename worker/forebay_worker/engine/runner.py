@@ -37,6 +37,7 @@ BLOCK_SIZE = 16
 TOKEN_BUDGET = 256
 """A step cannot be cut short: of 2,048 tokens it takes seconds, in which no other stream gets a
 token and no cancel is heard; of 256 it takes half a second (SmolLM2-135M, two cores)."""
+PREFILL_BUDGET = 64
 CPU_KV_BYTES = 2 * GIB
 CPU_KV_SHARE = 0.15
 CPU_KV_MOST = 0.5
@@ -55,6 +56,7 @@ class Runner:
         self.config: ModelConfig = read_config(checkpoint)
         self.block_size = settings.block_size or BLOCK_SIZE
         self.token_budget = settings.max_num_batched_tokens or TOKEN_BUDGET
+        self.prefill_budget = PREFILL_BUDGET
         self.vocab_size = self.config.vocab_size
         self.max_model_len = loading.max_model_len(self.config, settings)
         self.num_blocks = self._count_blocks(settings)

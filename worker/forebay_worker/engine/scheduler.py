@@ -8,9 +8,10 @@ its prefill, then the waiting ones are admitted while budget, seats and blocks l
 blocks are taken whole at admission, so only decodes can run out of blocks; then the last of the
 running gives way and is computed again later. The first never does: something always moves on.
 Beside decodes a step prefills less than the whole budget, since each of them waits for its end:
-8,192 tokens of an 8B take 190 ms on an H200, 2,048 some 45, and as long for each token.
-Where teams contend, one that holds more than its share gives way too, and prefills leave half of
-the budget to who has been served less.
+8,192 tokens of an 8B take 190 ms on an H200, 2,048 some 45, and as long for each token. So it does
+where requests are of teams: another team's may come at any time, and waits for the step that runs.
+Where teams contend, one that holds more than its share gives way too, and prefills leave the budget
+to who has been served less.
 """
 
 from bisect import insort
@@ -75,7 +76,8 @@ class Scheduler:
         token_budget: int,
         prefill_budget: int | None = None,
     ) -> None:
-        """`prefill_budget`: tokens of prefills in a step that decodes too; None: what is left."""
+        """`prefill_budget`: tokens of prefills in a step that decodes too, or is for teams; None:
+        what is left."""
         self.waiting = WaitingQueue[Sequence]()
         self.running: list[Sequence] = []
         self._blocks = blocks
@@ -170,23 +172,22 @@ class Scheduler:
                 break
         stayed = [sequence for sequence in prefills if sequence.block_table]
         budget = self._token_budget - len(plan.rows)
-        if plan.rows:
+        if plan.rows or self.waiting.is_shared:
             budget = min(budget, max(self._prefill_budget, len(stayed)))
         return self._continue_prefills(plan, stayed, budget)
 
     def _continue_prefills(self, plan: Plan, prefills: list[Sequence], budget: int) -> int:
-        """A chunk for each, which leaves one token for each after it and, where teams contend, up
-        to half of the budget for the next in line of one that has been served less.
+        """A chunk for each, which leaves one token for each after it and, where teams contend, what
+        the next in line needs, of one that has been served less.
         """
         head: Sequence | None = None
-        half = budget // 2
         if prefills and self.waiting.is_contended:
             prefills.sort(key=lambda each: (each.priority, self.waiting.standing(each.team)))
             head = self._next_in_line()
         for after, sequence in enumerate(prefills, 1 - len(prefills)):
             spare = budget + after
             if head is not None and self._is_behind(sequence, head):
-                spare = max(1, spare - min(head.queued_tokens, half))
+                spare = max(1, spare - head.queued_tokens)
             rest = sequence.length - sequence.num_computed
             num_new = plan.bound(sequence, min(rest, spare))
             self._give(plan, sequence, num_new)

@@ -126,6 +126,12 @@ class WaitingQueue(Generic[W]):
         """Whether a sequence of this team waits."""
         return any(lane.team == team for lane in self._lanes.values())
 
+    @property
+    def is_shared(self) -> bool:
+        """Somebody present has a team, so others may come. Whether they have is not asked: how long
+        a step is would tell it to who is here."""
+        return any(team.present for name, team in self._teams.items() if name)
+
     def standing(self, team: str) -> Standing:
         """What a present team is ordered by, the smallest first."""
         known = self._teams[team]
