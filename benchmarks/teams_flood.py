@@ -1,6 +1,6 @@
 """What one team's flood does to another team: time to first token, and shares by weight.
 
-    python benchmarks/teams_flood.py [--rounds 3] [--engine native] [--budget 0] [--no-save]
+    python benchmarks/teams_flood.py [--rounds 3] [--engine native] [--prefill 0] [--no-save]
 
     alone     blue asks now and then; nobody else does
     calm      the same, while red keeps two requests open: long prompts, long answers
@@ -10,8 +10,9 @@
 
 One gateway and one worker with eight seats, as `forebay serve` starts them; a CPU, the demo model.
 Red's clients are a process of their own: what they read would else keep blue's waiting. With
-`--engine echo` an engine without a queue, which leaves what the gateway adds. Goals: p99 of blue's
-TTFT in `flood` at most 1.2 times that of `calm`; a share of 0.75, 0.03 more or less.
+`--engine echo` an engine without a queue, which leaves what the gateway adds. With `--prefill 256`
+steps of as many prompt tokens as where no request has a team. Goals: p99 of blue's TTFT in `flood`
+at most 1.2 times that of `calm`; a share of 0.75, 0.03 more or less.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -36,14 +38,14 @@ from forebay_gateway.admin.client import AdminClient
 from forebay_shared.settings import Secret
 
 SEATS = 8
-PROBES = 70
 PAUSE_S = (0.2, 0.5)
-WARM_S = 8.0
+WARM_S = 12.0
 """The first prompts of a flood come together; afterwards they are as spread as answers end."""
 SHARED_TOKENS = 20_000
 """Enough answers, of some 115 tokens, for a share to be known to 0.03, however slow the machine."""
 SHARED_WITHIN_S = 900.0
 OPEN = {"alone": 0, "calm": 2, "flood": 64}
+PROBES = {"alone": 30, "calm": 60, "flood": 60}
 WEIGHTS = {"gold": 3.0, "red": 1.0, "blue": 1.0}
 DOCUMENT = {
     "organisations": [
@@ -100,7 +102,7 @@ class House:
 
 
 @contextlib.contextmanager
-def house(engine: str, budget: int) -> Iterator[House]:
+def house(engine: str, prefill: int) -> Iterator[House]:
     with tempfile.TemporaryDirectory(prefix="fb-") as data:
         port = common.free_port()
         command = [sys.executable, "-m", "forebay_shared.cli", "serve", "--port", str(port)]
@@ -109,7 +111,7 @@ def house(engine: str, budget: int) -> Iterator[House]:
         if engine == "echo":
             command += ["--echo-delay-ms", "10"]
         else:
-            command += ["--max-num-seqs", str(SEATS), "--max-num-batched-tokens", str(budget)]
+            command += ["--max-num-seqs", str(SEATS), "--max-num-prefill-tokens", str(prefill)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
@@ -156,14 +158,18 @@ class Crowd:
     @property
     def came(self) -> int:
         """Tokens that have come so far."""
-        return int(self._came.value)
+        return self._came.value
 
 
-def _crowd(counts: list[tuple[Client, int]], words: int, tokens: int, came: object) -> None:
+def _crowd(
+    counts: list[tuple[Client, int]], words: int, tokens: int, came: "Synchronized[int]"
+) -> None:
     asyncio.run(_keep_open(counts, words, tokens, came))
 
 
-async def _keep_open(counts: list, words: int, tokens: int, came: object) -> None:
+async def _keep_open(
+    counts: list[tuple[Client, int]], words: int, tokens: int, came: "Synchronized[int]"
+) -> None:
     def one_more() -> None:
         came.value += 1  # nobody else writes
 
@@ -175,8 +181,7 @@ async def _keep_open(counts: list, words: int, tokens: int, came: object) -> Non
         for client, count in counts:
             for _ in range(count):
                 group.create_task(stay(client))
-        if not any(count for _, count in counts):
-            await asyncio.Event().wait()
+        group.create_task(asyncio.Event().wait())  # also where nothing is kept open
 
 
 def _session() -> aiohttp.ClientSession:
@@ -184,23 +189,24 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600))
 
 
-def waits(one: House, open_at_once: int, pool: list[float]) -> common.Figures:
+def waits(one: House, case: str, pool: list[float]) -> common.Figures:
     """Blue's TTFT while red keeps so many requests open, and red's tokens meanwhile."""
+    open_at_once = OPEN[case]
     with Crowd([(one.clients["red"], open_at_once)], 100, 100) as crowd:
         if open_at_once:
             crowd.warm_up()
         began, before = time.perf_counter(), crowd.came
-        found = asyncio.run(_probe(one.clients["blue"]))
+        found = asyncio.run(_probe(one.clients["blue"], PROBES[case]))
         rate = (crowd.came - before) / (time.perf_counter() - began)
     pool += found
     figures = {"TTFT p50 ms": median(found) * 1e3, "TTFT p99 ms": p99(found) * 1e3}
     return figures | ({"red's tokens/s": rate} if open_at_once else {})
 
 
-async def _probe(client: Client) -> list[float]:
+async def _probe(client: Client, times: int) -> list[float]:
     found: list[float] = []
     async with _session() as http:
-        for _ in range(PROBES):
+        for _ in range(times):
             found.append(await client.ask(http, 10, 4))
             await asyncio.sleep(random.uniform(*PAUSE_S))
     return found
@@ -244,16 +250,16 @@ def used(one: House, since: str) -> dict[str, int]:
 
 def main(options: argparse.Namespace) -> None:
     results = common.Results("teams_flood", options)
-    case = options.engine + (f" budget {options.budget}" if options.budget else "")
+    case = options.engine + (f" prefill {options.prefill}" if options.prefill else "")
     pools: dict[str, list[float]] = {name: [] for name in OPEN}
-    with house(options.engine, options.budget) as one:
+    with house(options.engine, options.prefill) as one:
         found = common.in_turns(
-            options.rounds, list(OPEN), lambda name, _: waits(one, OPEN[name], pools[name])
+            options.rounds, list(OPEN), lambda name, _: waits(one, name, pools[name])
         )
         results.add(case, found, "calm")
         pooled = {name: [{"TTFT p99 ms": p99(pool) * 1e3}] for name, pool in pools.items()}
         results.add(f"{case} together", pooled, "calm")
-        if options.engine != "echo" and not options.budget:
+        if options.engine != "echo" and not options.prefill:
             rounds = [share(one) for _ in range(max(1, options.rounds // 3))]
             results.add(f"{case} weights", {"forebay": rounds}, "forebay")
     results.write()
@@ -262,6 +268,6 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     made = common.parser(__doc__)
     made.add_argument("--engine", choices=("native", "echo"), default="native")
-    made.add_argument("--budget", type=int, default=0, help="--max-num-batched-tokens; default: 0")
+    made.add_argument("--prefill", type=int, default=0, help="--max-num-prefill-tokens; default: 0")
     made.set_defaults(rounds=3)
     main(made.parse_args())
