@@ -38,6 +38,8 @@ TOKEN_BUDGET = 256
 """A step cannot be cut short: of 2,048 tokens it takes seconds, in which no other stream gets a
 token and no cancel is heard; of 256 it takes half a second (SmolLM2-135M, two cores)."""
 PREFILL_BUDGET = 64
+"""Some 0.13 s. A prompt of 512 tokens takes 2.34 s of processor time in chunks of 64, 2.19 in those
+of 256, 2.64 in those of 32."""
 CPU_KV_BYTES = 2 * GIB
 CPU_KV_SHARE = 0.15
 CPU_KV_MOST = 0.5
