@@ -48,6 +48,14 @@ def as_format(schema: str) -> str:
             '"response_format": {"type": "json_object"}',
             Grammar("json_object", field="response_format"),
         ),
+        (
+            f'"response_format": {{"type": "json_object", "schema": {SCHEMA}}}',
+            Grammar("json_schema", SCHEMA, field="response_format"),
+        ),
+        (
+            '"response_format": {"type": "json_object", "schema": null}',
+            Grammar("json_object", field="response_format"),
+        ),
         ('"response_format": {"type": "text"}', None),
         ('"response_format": null, "structured_outputs": null', None),
         (f'"structured_outputs": {{"json": {SCHEMA}}}', Grammar("json_schema", SCHEMA)),

@@ -16,8 +16,8 @@ Flag = bool | None
 
 
 class Foreign(msgspec.Struct, frozen=True, kw_only=True):
-    """Of vLLM, SGLang and OpenAI, whatever the dialect. A flag may be false, but for those whose
-    false says more."""
+    """Of vLLM, SGLang, llama.cpp, Ollama, TGI and OpenAI, whatever the dialect. A flag may be
+    false, but for those whose false says more."""
 
     audio: object = None
     custom_logit_processor: object = None
@@ -25,6 +25,8 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
     ebnf: object = None
     ec_transfer_params: object = None
     extra_key: object = None
+    format: object = None
+    grammar: object = None
     guided_choice: object = None
     guided_decoding_backend: object = None
     guided_grammar: object = None
@@ -38,13 +40,16 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
     length_penalty: float | None = None
     logprob_token_ids: object = None
     lora_path: object = None
+    max_new_tokens: object = None
     media_io_kwargs: object = None
     mm_payload: object = None
     mm_processor_kwargs: object = None
     moderation: object = None
+    n_predict: int | None = None
     no_stop_trim: Flag = None
     prompt_embeds: object = None
     regex: object = None
+    repeat_penalty: float | None = None
     repetition_detection: object = None
     return_cached_tokens_details: Flag = None
     return_hidden_states: Flag = None
@@ -105,9 +110,13 @@ class Borrowed(Refused, frozen=True, kw_only=True):
 HARMLESS: dict[str, object] = {
     "best_of": 1,
     "echo": False,
+    "format": "",
+    "grammar": "",
     "length_penalty": 1.0,
     "modalities": ["text"],
     "n": 1,
+    "n_predict": -1,
+    "repeat_penalty": 1.0,
     "separate_reasoning": True,
     "stream_reasoning": True,
     "suffix": "",
@@ -120,11 +129,16 @@ _HINTS = {
     **{name: f"; use {new}" for name, new in REMOVED.items()},
     "ebnf": "; use structured_outputs.grammar",
     "extra_key": "; use cache_salt",
+    "format": "; use response_format",
+    "grammar": "; use structured_outputs.grammar",
     "guided_decoding_backend": "; there is one backend",
     "json_schema": "; use response_format",
     "lora_path": ": no adapters are served",
+    "max_new_tokens": "; use max_tokens",
+    "n_predict": "; use max_tokens",
     "no_stop_trim": "; use include_stop_str_in_output",
     "regex": "; use structured_outputs.regex",
+    "repeat_penalty": "; use repetition_penalty",
     "return_prompt_token_ids": "; use return_token_ids",
     "stop_regex": "; use stop",
     "thinking": "; use reasoning_effort or chat_template_kwargs",

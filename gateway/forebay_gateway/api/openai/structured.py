@@ -36,8 +36,11 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
+    """`schema` beside json_object is the older form of llama.cpp, Together and others."""
+
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: msgspec.Raw = msgspec.field(default_factory=null)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
@@ -73,6 +76,9 @@ def _of_format(format_: ResponseFormat) -> Grammar | None:
         case "text":
             return None
         case "json_object":
+            if _is_given(format_.schema):
+                source = _schema(format_.schema, "response_format.schema")
+                return Grammar("json_schema", source, field="response_format")
             return Grammar("json_object", field="response_format")
         case "json_schema":
             if format_.json_schema is None:

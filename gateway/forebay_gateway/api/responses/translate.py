@@ -12,7 +12,7 @@ from msgspec import UnsetType
 from forebay_gateway.api.decoding import null
 from forebay_gateway.api.openai.schema import ChatRequest, Message
 from forebay_gateway.api.openai.structured import JsonSchemaFormat, ResponseFormat
-from forebay_gateway.api.responses.schema import ResponsesRequest, TextFormat
+from forebay_gateway.api.responses.schema import ResponsesRequest
 from forebay_gateway.api.responses.tools import Toolbox
 
 _SAME = (
@@ -102,16 +102,13 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
         raise InvalidRequestError(
             "text.format and structured_outputs exclude each other.", param="structured_outputs"
         )
-    return ResponseFormat(format_.type, _schema(format_))
-
-
-def _schema(format_: TextFormat) -> JsonSchemaFormat | None:
-    if format_.type != "json_schema":
-        return None
+    schema = null() if isinstance(format_.schema, UnsetType) else format_.schema
+    if format_.type == "json_object":
+        return ResponseFormat("json_object", schema=schema)
     if format_.name is None:
         raise _required("text.format.name")
-    schema = null() if isinstance(format_.schema, UnsetType) else format_.schema
-    return JsonSchemaFormat(format_.name, schema, format_.strict, format_.description)
+    named = JsonSchemaFormat(format_.name, schema, format_.strict, format_.description)
+    return ResponseFormat("json_schema", named)
 
 
 def _template_kwargs(
