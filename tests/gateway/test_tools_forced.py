@@ -15,7 +15,7 @@ from forebay_gateway.tools.llama3_json import Llama3JsonParser
 from forebay_gateway.tools.registry import BUILT_IN
 from forebay_shared.errors import InvalidRequestError
 from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar
-from forebay_worker.engine.grammar_check import _Bytes, translate
+from forebay_worker.engine.grammar_check import _Bytes, check, translate
 from gateway_fakes import byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
 
@@ -82,6 +82,33 @@ def test_only_calls_of_the_tools_by_their_schemas_are_allowed(parser: type[ToolP
         ("other", {}),
     ]
     assert answer.text == ""
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"not": {"type": "null"}},
+        {"type": "string", "format": "binary"},
+        {"type": "string", "pattern": "^(?!x)\\b.*$"},
+        {"items": {"oneOf": [{"type": "string"}, {"type": "string", "pattern": "a(?=b)"}]}},
+    ],
+)
+@pytest.mark.parametrize("parser", FORMS)
+def test_what_no_grammar_can_hold_to_is_an_error_of_strict_tools_alone(
+    parser: type[ToolParser], schema: dict
+) -> None:
+    """Hosts of tools write such schemas, and a client that demands a call sends all of them."""
+    parameters = {"properties": {"a": schema, "n": {"type": "integer"}}, "required": ["n"]}
+    loose, strict = (
+        forced_grammar(parser, [Tool("f", parameters=parameters, strict=strict)], several=False)
+        for strict in (False, True)
+    )
+    assert not check(loose, TOKENIZER).error
+    assert allows(loose, written(parser, ("f", {"n": 1})))
+    assert not allows(loose, written(parser, ("f", {"n": "1"})))
+    assert "cannot be used" in check(strict, TOKENIZER).error
 
 
 def test_a_thinking_model_may_or_must_end_its_thinking_first() -> None:

@@ -6,6 +6,7 @@ to bare JSON, which is read back by the parser of that form. It knows no engine.
 """
 
 import json
+import re
 from collections.abc import Sequence
 
 from forebay_shared.errors import InvalidRequestError
@@ -18,8 +19,13 @@ from forebay_gateway.tools.hermes import OPEN, HermesParser
 from forebay_gateway.tools.llama3_json import Llama3JsonParser
 from forebay_gateway.tools.qwen3_coder import Qwen3CoderParser
 
-_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPELLING: dict[str, Json] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 """As templates write JSON, and no endless white space."""
+_LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 
 
 def forced_parser(family: type[ToolParser], control_tokens: Sequence[str]) -> type[ToolParser]:
@@ -81,7 +87,23 @@ def _literal(text: str) -> str:
 
 def _schema(tool: Tool) -> dict[str, Json]:
     """The tool's schema; what it does not name is left out, which every schema that allows it
-    allows too."""
-    schema: dict[str, Json] = {"type": "object", "properties": {}, **tool.parameters}
+    allows too. Keywords that no grammar can hold a model to are an error for a strict tool alone:
+    hosts of tools write what they like."""
+    parameters = tool.parameters if tool.strict else _without_lookaround(tool.parameters)
+    schema: dict[str, Json] = {"type": "object", "properties": {}, **parameters}
     schema.setdefault("additionalProperties", False)
-    return {**schema, "x-guidance": dict(_SPELLING)}
+    return {**schema, "x-guidance": {**_SPELLING, "lenient": not tool.strict}}
+
+
+def _without_lookaround(schema: dict[str, Json]) -> dict[str, Json]:
+    return {
+        name: _within(value)
+        for name, value in schema.items()
+        if not (name == "pattern" and isinstance(value, str) and _LOOKAROUND.search(value))
+    }
+
+
+def _within(value: Json) -> Json:
+    if isinstance(value, dict):
+        return _without_lookaround(value)
+    return [_within(each) for each in value] if isinstance(value, list) else value

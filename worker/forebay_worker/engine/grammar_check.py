@@ -112,6 +112,7 @@ def _lark(source: str) -> str:
     return any_to_lark(source)
 
 
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 _QUOTED = re.compile(r'"([^"]*)"')
 _REGEX_ERROR = re.compile(r"error: ([^\n]{1,120})")
 _PLACE = re.compile(r"(?:at )?(\d{1,7})\((\d{1,7})\): ")
@@ -149,8 +150,8 @@ def explain(kind: Kind, error: str) -> str:
 
 
 def _reason(error: str) -> str:
-    if error.startswith("Unimplemented keys"):
-        return f"the keyword {', '.join(_QUOTED.findall(error))} is not supported"
+    if unknown := _UNKNOWN_KEYS.search(error):
+        return f"the keyword {', '.join(_QUOTED.findall(unknown.group(1)))} is not supported"
     for sign, reason in _REASONS:
         if sign in error:
             return reason
