@@ -6,7 +6,7 @@ token. `expected` says what any batching, chunking, caching or preemption must g
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import cast
 
@@ -43,6 +43,9 @@ class FakeRunner:
         self.corrupt: set[str] = set()
         self.poison: set[str] = set()
         self.failures = 0
+        self.misreads = 0
+        """Slots read that nobody has written, or that were poisoned since. The engine tries such a
+        row again alone, so nothing else may tell."""
         self.batches: list[list[ScheduledRow]] = []
         self.tokens_computed = 0
 
@@ -55,6 +58,11 @@ class FakeRunner:
             self.failures = max(0, self.failures - 1)
             raise RuntimeError("out of memory")
         return [self._run(row) for row in rows]
+
+    def poison_blocks(self, blocks: list[int]) -> None:
+        for block in blocks:
+            first = block * self.block_size
+            self.kv[first : first + self.block_size] = [None] * self.block_size
 
     def _run(self, row: ScheduledRow) -> Sampled | None:
         assert row.num_new >= 1
@@ -80,6 +88,7 @@ class FakeRunner:
 
     def _read(self, slot: int) -> int:
         kv = self.kv[slot]
+        self.misreads += kv is None
         assert kv is not None, "a slot was read before it was written"
         assert kv != NAN, "KV of a corrupt request reached another one"
         return kv
@@ -94,6 +103,8 @@ class LateStep:
     owners: list[EngineSequence]
     may_wait: bool
     values: list[Sampled | None] | None = None
+    freed: list[int] = field(default_factory=list[int])
+    """Blocks to poison behind it."""
 
     def results(self) -> list[Sampled | None]:
         self.runner.compute_until(self)
@@ -126,6 +137,12 @@ class LateRunner(FakeRunner):
         self.launches += 1
         return step
 
+    def poison_blocks(self, blocks: list[int]) -> None:
+        if self._queue:
+            self._queue[-1].freed += blocks
+        else:
+            super().poison_blocks(blocks)
+
     def compute_until(self, last: LateStep) -> None:
         while last.values is None:
             step = self._queue.pop(0)
@@ -135,8 +152,11 @@ class LateRunner(FakeRunner):
             try:
                 step.values = self.execute(step.rows)
             except Exception:
-                self._queue.clear()  # an error takes along what was launched behind it
+                for each in (step, *self._queue):  # what was launched behind it is not computed
+                    super().poison_blocks(each.freed)
+                self._queue.clear()
                 raise
+            super().poison_blocks(step.freed)
             self._sampled = {
                 owner: each.token_id
                 for owner, each in zip(step.owners, step.values, strict=True)

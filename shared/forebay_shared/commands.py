@@ -106,6 +106,7 @@ _ENGINE = (
     "block_size",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
+    "debug_poison_freed_blocks",
     "seed",
     "engine_args",
     "step_timeout_s",

@@ -189,6 +189,9 @@ class WorkerSettings:
     enable_prefix_caching: Annotated[
         bool, Meta(description="keep and reuse the KV blocks of earlier prompts")
     ] = True
+    debug_poison_freed_blocks: Annotated[
+        bool, Meta(description="fill free KV blocks with NaN: what reads there fails its request")
+    ] = False
     seed: Annotated[int, Meta(ge=0, description="seed of dummy weights")] = 0
     chat_template: Annotated[
         str, Meta(description="file with a Jinja chat template instead of the model's")

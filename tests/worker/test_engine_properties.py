@@ -61,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         faults=st.booleans(),
         hashing=st.sampled_from([chain, chain, colliding_chain]),
+        poison=st.booleans(),
     )
     def build(
         self,
@@ -71,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         faults: bool,
         hashing: Callable[[bytes, list[int], int], Iterator[bytes]],
+        poison: bool,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("forebay_worker.engine.block_manager.chain", hashing)
@@ -81,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
+            debug_poison_freed_blocks=poison,
         )
         self.limits = Limits.of(self.runner, (EOS,))
         self.submits: dict[str, tuple[list[int], SamplingParams, dict[int, list[int]]]] = {}
@@ -216,6 +219,7 @@ class EngineMachine(RuleBasedStateMachine):
     def pool_is_whole(self) -> None:
         if hasattr(self, "core"):
             self.core.blocks.check_integrity(self.core.scheduler.running)
+            assert self.runner.misreads == 0
 
     def teardown(self) -> None:
         if hasattr(self, "core"):

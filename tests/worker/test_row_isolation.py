@@ -9,16 +9,15 @@ import pytest
 from engine_fakes import Recorded, make_submit
 from forebay_shared.sampling import Grammar, SamplingParams
 from forebay_shared.settings import WorkerSettings
-from forebay_shared.wire import Delta, Done, Failed, PromptLogprobs
 from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.grammar import Grammars
 from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.runner import Runner
+from fuzz_house import EOS, Outcome, note
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_house import TOKENIZER, VOCAB, make_directory
 
-EOS = 2
 WORDS = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in ("The fox", " dog", "a")]
 prompts = st.sampled_from(
     [
@@ -64,8 +63,6 @@ rows = st.lists(
     min_size=2,
     max_size=9,
 )
-
-Outcome = dict[str, object]
 
 
 class House:
@@ -123,22 +120,6 @@ def run(core: EngineCore, work: dict[str, tuple]) -> dict[str, Outcome]:
             note(found[event.request_id], event)
         step += 1
     return found
-
-
-def note(outcome: Outcome, event: object) -> None:
-    match event:
-        case Delta():
-            outcome.setdefault(("tokens", event.index), []).extend(event.token_ids)
-            tops = [[token for token, _ in one.top] for one in event.logprobs or ()]
-            outcome.setdefault(("tops", event.index), []).extend(tops)
-        case PromptLogprobs():
-            outcome.setdefault("ranks", []).extend(one.rank for one in event.entries)
-        case Done():
-            outcome["end", event.index] = (event.finish_reason, event.stop_token)
-        case Failed():
-            outcome["failed"] = event.code
-        case _:
-            pass
 
 
 @settings(max_examples=25, deadline=None)

@@ -18,6 +18,8 @@ from forebay_worker.engine.sequence import Sequence
 
 Changed = Callable[[bytes, bool], None]
 """Takes a block hash and whether it was stored (True) or evicted (False)."""
+Freed = Callable[[int], None]
+"""Takes a block whose KV nobody may read any more."""
 
 
 @dataclass(slots=True)
@@ -45,12 +47,14 @@ class BlockManager:
         revision: str = "",
         caching: bool = True,
         changed: Changed | None = None,
+        freed: Freed | None = None,
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._revision = revision
         self._caching = caching
         self._changed = changed
+        self._freed = freed
         self._blocks = [Block() for _ in range(num_blocks)]
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -156,6 +160,7 @@ class BlockManager:
                 self._idle[block_id] = None
             elif block.refs == 0:
                 self._blank.append(block_id)
+                self._forget(block_id)
         sequence.block_table = []
         sequence.num_computed = sequence.num_published = 0
 
@@ -202,6 +207,7 @@ class BlockManager:
         else:
             block_id, _ = self._idle.popitem(last=False)
             self._retract(self._blocks[block_id])
+            self._forget(block_id)
         self._blocks[block_id].refs = 1
         return block_id
 
@@ -216,6 +222,7 @@ class BlockManager:
             if twin.refs == 0:
                 del self._idle[held]
                 self._blank.append(held)
+                self._forget(held)
         block = self._blocks[block_id]
         self._serial += 1
         block.hash, block.token_ids, block.parent = digest, tokens, parent
@@ -231,6 +238,10 @@ class BlockManager:
         if self._changed is not None:
             self._changed(block.hash, False)
         block.hash = None
+
+    def _forget(self, block_id: int) -> None:
+        if self._freed is not None:
+            self._freed(block_id)
 
     def _keep_promise(self, digest: bytes, sequence: Sequence) -> None:
         if self._promised.get(digest) is sequence:

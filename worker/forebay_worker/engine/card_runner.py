@@ -102,6 +102,10 @@ class CardRunner:
             self._inputs.clear()  # what the card has of it is not known
             raise
 
+    def poison_blocks(self, blocks: list[int]) -> None:
+        """Fills blocks with NaN, behind the steps in flight: who reads there gets no number."""
+        self._cache.poison(blocks)
+
     def _run(self, shape: StepShape, scored: IntArray) -> Logits | None:
         """Starts the step; the logits of its scored positions, where there are any."""
         arrays, steps = self._inputs.arrays, self._steps

@@ -24,6 +24,7 @@ from forebay_worker.engine.cache_log import CacheLog
 from forebay_worker.engine.grammar import Grammars
 from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.pipeline import Flight, Pipeline
+from forebay_worker.engine.poison import Poison
 from forebay_worker.engine.ports import Event, Recorder, Runner
 from forebay_worker.engine.rates import Rates
 from forebay_worker.engine.replies import Key
@@ -51,12 +52,14 @@ class EngineCore:
         grammars: Grammars | None = None,
         cache_log: CacheLog | None = None,
     ) -> None:
+        self._poison = Poison(runner) if settings.debug_poison_freed_blocks else None
         self.blocks = BlockManager(
             runner.num_blocks,
             runner.block_size,
             revision=revision,
             caching=settings.enable_prefix_caching,
             changed=None if cache_log is None else cache_log.note,
+            freed=None if self._poison is None else self._poison.note,
         )
         if cache_log is not None:
             cache_log.everything = self.blocks.published
@@ -182,6 +185,8 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan.rows:
             self._announce(plan, began)
+            if self._poison is not None:
+                self._poison.apply()
             self._pipeline.launch(plan)
         elif self._pipeline:
             self._land(began, waited)

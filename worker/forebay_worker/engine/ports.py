@@ -79,6 +79,10 @@ class Runner(Protocol):
         """One result per row, None where the row neither samples nor scores."""
         ...
 
+    def poison_blocks(self, blocks: list[int]) -> None:
+        """Fills blocks that are free with NaN, after all steps launched before."""
+        ...
+
 
 @runtime_checkable
 class OverlappingRunner(Runner, Protocol):

@@ -85,6 +85,10 @@ class Runner:
         scored = logits[count:]
         return add_scores(rows, results, lambda start, stop: scored[start:stop])
 
+    def poison_blocks(self, blocks: list[int]) -> None:
+        """Fills blocks with NaN: who reads there gets no number."""
+        self._cache.poison(blocks)
+
     def _warm_up(self) -> None:
         """One token through block 0, which nobody owns yet: what compiles at first use does so now.
         On one Zen 3 core 21 s on a new machine, 2 s from the disk cache later."""

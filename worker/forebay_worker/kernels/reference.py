@@ -23,6 +23,13 @@ class KvCache:
         """One layer's cache of the whole model's."""
         return KvCache(self.keys[number], self.values[number])
 
+    @torch.inference_mode()
+    def poison(self, blocks: list[int]) -> None:
+        """Fills blocks of all layers with NaN: all ones, in any type of floating point numbers."""
+        at = torch.tensor(blocks, device=self.keys.device)
+        for each in (self.keys, self.values):
+            each.view(torch.uint8).index_fill_(1, at, 0xFF)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
