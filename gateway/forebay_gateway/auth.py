@@ -95,7 +95,8 @@ class Keyring:
 
 
 def _presented_key(headers: Mapping[bytes, bytes]) -> bytes:
+    """An empty bearer, as clients send whose variable is empty, is none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-    if scheme.lower() == b"bearer":
-        return token.strip()
+    if scheme.lower() == b"bearer" and (bearer := token.strip()):
+        return bearer
     return headers.get(b"x-api-key", b"").strip()

@@ -78,8 +78,12 @@ def test_every_configured_key_opens_in_either_header(api: Api) -> None:
             {"authorization": f"Bearer {key}"},
             {"authorization": f"bearer {key}"},
             {"authorization": "", "x-api-key": key},
+            {"authorization": "Basic eDp5", "x-api-key": key},
+            {"authorization": f"Bearer {key}", "x-api-key": "other"},
         ):
             assert api.http.get("/v1/models", headers=headers).status_code == 200
+        empty = {"authorization": "Bearer ", "x-api-key": key}  # no client library sends it
+        assert exchange(api.url, request_bytes("GET", "/v1/models", empty))[0] == 200
 
 
 def test_the_open_paths_need_no_key_and_metrics_may_be_closed(api: Api) -> None:

@@ -325,7 +325,9 @@ def test_no_worker_is_a_503_that_asks_to_come_back(api: Api) -> None:
         assert int(response.headers["retry-after"]) >= 1
         assert "x-should-retry" not in response.headers
     assert api.http.get("/health").is_success
-    assert api.http.get("/v1/models").json()["data"] == []
+    assert api.http.get("/v1/models").json() == {"data": [], "object": "list"}
+    catalogue = api.http.get("/v1/models?client_version=0.150.0").json()  # as Codex asks
+    assert catalogue == {"data": [], "object": "list", "models": []}
     api.reset()
 
 
