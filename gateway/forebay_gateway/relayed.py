@@ -7,7 +7,7 @@ dialect.
 
 import secrets
 
-from forebay_shared.wire import CallDelta, TextDelta, TokenLogprobs
+from forebay_shared.wire import UNSAID, CallDelta, TextDelta, TokenLogprobs
 
 from forebay_gateway.bounded import Bounded
 from forebay_gateway.output import OutputOptions
@@ -49,12 +49,13 @@ class Words:
 class Relayed(Bounded):
     """The parts of one sequence's answer. `tokens` counts the deltas: about as many as tokens."""
 
-    __slots__ = ("_begun", "_open_call", "words")
+    __slots__ = ("_begun", "_open_as", "_open_call", "words")
 
     def __init__(self, words: Words, options: OutputOptions, *, one_call: bool = False) -> None:
         super().__init__(options, one_call=one_call)
         self.words = words
         self._open_call: int | None = None
+        self._open_as = "", ""
         self._begun = 0
 
     def hear(self, delta: TextDelta) -> list[Part]:
@@ -75,15 +76,29 @@ class Relayed(Bounded):
     def _call(self, call: CallDelta) -> list[Part]:
         """Calls come one after the other: a piece of one that is over is no part of the answer."""
         parts: list[Part] = []
-        if call.name and call.index != self._open_call:
+        if self._begins(call):
             parts += self._end_call()
             self._open_call = call.index
+            self._open_as = call.id, call.name
             self._begun += 1
             call_id = call.id or f"call_{secrets.token_hex(12)}"
             parts.append(CallStart(self._begun - 1, call_id, call.name))
-        if call.arguments and call.index == self._open_call:
+        if call.arguments and self._open_call is not None and self._is_open(call.index):
             parts.append(CallArguments(self._begun - 1, call.arguments))
         return parts
+
+    def _begins(self, call: CallDelta) -> bool:
+        """Some servers give every call the number 0, or none: then its id or its name says that it
+        is another one. Some say both again with each piece."""
+        if not call.name:
+            return False
+        if self._open_call is None or not self._is_open(call.index):
+            return True
+        id_, name = self._open_as
+        return call.name != name or (call.id != "" and call.id != id_)
+
+    def _is_open(self, index: int) -> bool:
+        return UNSAID in (index, self._open_call) or index == self._open_call
 
     def _end_call(self) -> list[Part]:
         index, self._open_call = self._open_call, None

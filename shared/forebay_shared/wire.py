@@ -257,9 +257,13 @@ class TextLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: list[tuple[bytes, float]] = []
 
 
+UNSAID = -1
+"""The number of a call of which nobody said which one it is."""
+
+
 class CallDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A piece of the function call number `index`: its first has the name, and an id if there is
-    one; all `arguments` joined are the JSON text."""
+    """A piece of the function call number `index`, or of the last one where that is UNSAID: its
+    first has the name, and an id if there is one; all `arguments` joined are the JSON text."""
 
     index: int
     id: str = ""

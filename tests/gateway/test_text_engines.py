@@ -9,7 +9,15 @@ from forebay_gateway.inbox import COMPACT_AT, MAX_TOKENS, TEXT_WEIGHT, Inbox
 from forebay_gateway.ledger import TextLedger
 from forebay_gateway.meter import Meter
 from forebay_gateway.output import OutputOptions
-from forebay_gateway.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from forebay_gateway.parts import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Collected,
+    Part,
+    Reasoning,
+    Text,
+)
 from forebay_gateway.relayed import Relayed, Words
 from forebay_gateway.teams.caller import Caller
 from forebay_shared.asked import Chat, estimated_tokens
@@ -18,6 +26,7 @@ from forebay_shared.models import CAP_GENERATE, CAP_TEXT, ModelCard
 from forebay_shared.packets import REPLY, WORK
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import (
+    UNSAID,
     CallDelta,
     Done,
     Started,
@@ -85,6 +94,37 @@ def test_parts_come_in_order_and_calls_are_numbered_anew() -> None:
     assert parts[5].id.startswith("call_"), "an upstream that gives none"
     assert parts[6:] == [CallArguments(1, "{}"), CallEnd(1)]
     assert relayed.calls == 2
+
+
+NONE = UNSAID
+
+
+@pytest.mark.parametrize(
+    ("told", "calls"),
+    [
+        # Every call has the number 0, or none.
+        ([(0, "a", "f", "{}"), (0, "b", "g", "[]")], ["a f {}", "b g []"]),
+        ([(0, "a", "f", "{}"), (0, "b", "f", "{}")], ["a f {}", "b f {}"]),
+        ([(NONE, "a", "f", "{}"), (NONE, "b", "f", "{}")], ["a f {}", "b f {}"]),
+        ([(NONE, "", "f", "{}"), (NONE, "", "g", "{}")], ["- f {}", "- g {}"]),
+        # The number comes with the first piece alone.
+        ([(1, "a", "f", ""), (NONE, "", "", "{"), (NONE, "", "", "}")], ["a f {}"]),
+        # Id and name come again with each piece.
+        ([(0, "a", "f", "{"), (0, "a", "f", "}"), (1, "b", "f", "{}")], ["a f {}", "b f {}"]),
+    ],
+)
+def test_calls_of_servers_that_number_them_badly_are_told_apart(
+    told: list[tuple], calls: list[str]
+) -> None:
+    relayed, answer = Relayed(Words(), OutputOptions()), Collected()
+    for each in told:
+        answer.add(relayed.hear(delta(calls=[CallDelta(*each)])))
+    answer.add(relayed.finish())
+    ids = ["-" if call.id.startswith("call_") else call.id for call in answer.calls]
+    found = [
+        f"{id_} {each.name} {each.arguments}" for id_, each in zip(ids, answer.calls, strict=True)
+    ]
+    assert found == calls
 
 
 @pytest.mark.parametrize("pieces", [["ab", "cd", "ef"], list("abcdef"), ["abcdef"]])

@@ -147,6 +147,19 @@ def test_a_text_completion_goes_to_its_own_route(far: Upstream) -> None:
     ("status", "body", "code", "retryable"),
     [
         (400, {"error": {"message": "top_p is bad", "param": "top_p"}}, "invalid_value", False),
+        (400, {"error": {"message": {"a": 1}, "param": 5, "code": []}}, "invalid_value", False),
+        (400, {"detail": [{"loc": ["body"], "msg": "bad"}]}, "invalid_value", False),
+        (400, {"object": "error", "message": "no", "code": 40001}, "invalid_value", False),
+        *(
+            (400, {"error": {"message": message, "code": 400}}, "context_length_exceeded", False)
+            for message in (
+                "This model's maximum context length is 8 tokens. However, you requested 9.",
+                "the request exceeds the available context size, try increasing it",
+                "The input (9 tokens) is longer than the model's context length (8 tokens).",
+                "prompt is too long: 9 tokens > 8 maximum",
+                "Input exceeds the context window of this model.",
+            )
+        ),
         (400, {"error": {"message": "long", "code": "context_length_exceeded"}},
          "context_length_exceeded", False),
         (422, {"detail": "bad"}, "invalid_value", False),
@@ -203,6 +216,40 @@ def test_the_key_is_in_no_log(
         assert failure(driven.ended(driven.submit_text(HI, PLAIN))).code == "upstream_error"
         assert KEY not in repr(driven.engine.__dict__)
     assert KEY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentinel", "ended"),
+    [
+        ("stop", True, "stop"),
+        ("eos", False, "stop"),
+        ("model_length", True, "length"),
+        (None, True, "stop"),
+        ("", True, "stop"),
+        (None, False, None),
+        ("None", False, None),
+        ("abort", True, None),
+        ("error", False, None),
+    ],
+)
+def test_an_answer_ends_by_its_reason_or_by_the_streams_own_end(
+    far: Upstream, reason: str | None, sentinel: bool, ended: str | None
+) -> None:
+    async def play(call: Call) -> None:
+        await call.begin()
+        await call.say("Hello", reason)
+        if sentinel:
+            await call.send(b"data: [DONE]\n\n")
+        call.writer.close()
+
+    far.handler = play
+    with engine(far) as driven:
+        replies = driven.ended(driven.submit_text(HI, PLAIN))
+    assert told(replies) == "Hello"
+    if ended is None:
+        assert failure(replies).code == "upstream_error"
+    else:
+        assert replies[-1].finish_reason == ended
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -531,11 +578,16 @@ async def test_places_go_to_teams_by_weight(weight: float) -> None:
     assert red / (red + blue) == pytest.approx(weight / (1 + weight), abs=0.03)
 
 
-def test_embeddings_come_from_the_upstream(far: Upstream) -> None:
+@pytest.mark.parametrize("numbered", [True, False])
+def test_embeddings_come_from_the_upstream(far: Upstream, numbered: bool) -> None:
     async def play(call: Call) -> None:
         inputs = call.json["input"]
         data = [{"index": i, "embedding": [3.0, 4.0 + i]} for i in range(len(inputs))]
-        await call.answer(200, {"data": data[::-1], "usage": {"prompt_tokens": 11}})
+        if numbered:
+            data.reverse()
+        else:
+            data = [{"embedding": each["embedding"]} for each in data]
+        await call.answer(200, {"data": data, "usage": {"prompt_tokens": 11}})
 
     far.handler = play
     with engine(far, runner="pooling") as driven:

@@ -40,7 +40,13 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 3.0
 
-_REASONS: dict[str, FinishReason] = {"length": "length", "max_tokens": "length"}
+_REASONS: dict[str, FinishReason] = {
+    "length": "length",
+    "max_tokens": "length",
+    "model_length": "length",
+}
+_BROKEN = frozenset({"abort", "error"})
+"""What some servers call it when an answer ends before it is over."""
 
 
 class HttpEngine(TaskEngine):
@@ -142,6 +148,7 @@ class _Told:
         self._life = life
         self._usage: Usage | None = None
         self._reason: str | None = None
+        self._ended = False
         life.usage = Usage(life.work.num_tokens, estimated=True)
 
     def take(self, chunks: list[Chunk]) -> None:
@@ -149,6 +156,7 @@ class _Told:
         deltas: list[TextDelta] = []
         for chunk in chunks:
             self._reason = chunk.reason or self._reason
+            self._ended |= chunk.ended
             self._usage = chunk.usage or self._usage
             if chunk.says:
                 deltas.append(self._delta(chunk))
@@ -158,10 +166,14 @@ class _Told:
         life.say(*deltas)
 
     def ending(self) -> Ending:
-        """Raises UpstreamError when the stream ended before the answer did."""
-        if self._reason is None:
+        """Raises UpstreamError when the stream ended before the answer did. Of an answer that has
+        begun its end may be said without a reason."""
+        reason = self._reason
+        if reason is None and self._ended and self._life.tokens:
+            reason = "stop"
+        if reason is None or reason in _BROKEN:
             raise UpstreamError("The upstream broke off its answer.")
-        return Ending(_REASONS.get(self._reason, "stop"), self._life.usage)
+        return Ending(_REASONS.get(reason, "stop"), self._life.usage)
 
     def _delta(self, chunk: Chunk) -> TextDelta:
         life = self._life

@@ -6,10 +6,12 @@ that says nothing of it. It knows no HTTP library.
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 
 import msgspec
 from forebay_shared.errors import (
+    ContextLengthError,
     ForebayError,
     InvalidRequestError,
     OverloadedError,
@@ -24,17 +26,22 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE = 500
 MAX_RETRY_AFTER_S = 3600.0
 
+_TOO_LONG = re.compile(
+    r"context (?:length|window|size)|(?:prompt|input) is too long|too many tokens", re.IGNORECASE
+)
+"""Few servers have a code for it; clients and aliases go by one, to ask for less or elsewhere."""
+
 
 class _Body(msgspec.Struct):
-    message: str | None = None
-    param: str | None = None
-    code: str | int | None = None
+    message: object = None
+    param: object = None
+    code: object = None
 
 
 class _Envelope(msgspec.Struct):
-    error: _Body | str | None = None
-    message: str | None = None
-    detail: str | None = None
+    error: object = None
+    message: object = None
+    detail: object = None
 
 
 _decode = msgspec.json.Decoder(_Envelope).decode
@@ -74,16 +81,24 @@ def _invalid(body: bytes, secret: str) -> InvalidRequestError:
         envelope = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return InvalidRequestError("The upstream refused the request.")
-    error = envelope.error
-    if not isinstance(error, _Body):
-        error = _Body(error or envelope.message or envelope.detail)
-    message = (error.message or "The upstream refused the request.")[:MAX_MESSAGE]
+    error = _body(envelope)
+    message = error.message if isinstance(error.message, str) else ""
+    message = (message or "The upstream refused the request.")[:MAX_MESSAGE]
     if secret:
         message = message.replace(secret, "***")
-    ours = from_code(str(error.code), message, param=error.param)
+    param = error.param if isinstance(error.param, str) else None
+    ours = from_code(str(error.code), message, param=param)
     if isinstance(ours, InvalidRequestError):
         return ours
-    return InvalidRequestError(message, param=error.param)
+    kind = ContextLengthError if _TOO_LONG.search(message) else InvalidRequestError
+    return kind(message, param=param)
+
+
+def _body(envelope: _Envelope) -> _Body:
+    """What an envelope says, whichever of the usual ones it is."""
+    if isinstance(envelope.error, dict):
+        return msgspec.convert(envelope.error, _Body)
+    return _Body(envelope.error or envelope.message or envelope.detail)
 
 
 def _retry(headers: Mapping[str, str]) -> float | None:

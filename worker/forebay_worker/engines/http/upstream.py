@@ -86,6 +86,7 @@ class Upstream:
                 if chunks:
                     yield chunks
                 if DONE in found:
+                    yield [Chunk(ended=True)]
                     await self._end(response)
                 if not data or DONE in found:
                     return

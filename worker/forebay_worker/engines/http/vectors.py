@@ -9,8 +9,10 @@ from forebay_shared.errors import UpstreamError
 
 
 class _Item(msgspec.Struct):
-    index: int
+    """Without an index vectors stand in the order of their inputs."""
+
     embedding: list[float]
+    index: int | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -34,12 +36,17 @@ def vectors_of(body: bytes, number: int) -> tuple[list[bytes], int | None]:
         answer = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise UpstreamError("The upstream sent what cannot be read.") from None
-    items = sorted(answer.data, key=lambda item: item.index)
-    sizes = {len(item.embedding) for item in items}
-    if [item.index for item in items] != list(range(number)) or len(sizes) != 1 or 0 in sizes:
+    numbered = [
+        (at if item.index is None else item.index, item.embedding)
+        for at, item in enumerate(answer.data)
+    ]
+    vectors = dict(numbered)
+    sizes = {len(vector) for vector in vectors.values()}
+    places = [place for place, _ in numbered]
+    if sorted(places) != list(range(number)) or len(sizes) != 1 or 0 in sizes:
         raise UpstreamError("The upstream sent other vectors than it was asked for.")
     tokens = None if answer.usage is None else answer.usage.prompt_tokens
-    return [packed(item.embedding) for item in items], tokens
+    return [packed(vectors[place]) for place in range(number)], tokens
 
 
 def packed(values: Sequence[float]) -> bytes:
