@@ -2,6 +2,7 @@
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -20,3 +21,28 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _true_e4m3() -> None:
+    """The interpreter carries no bit from mantissa to exponent when it rounds to e4m3 (1.97 becomes
+    1), and reads its NaN as 480: torch converts in its place."""
+    if torch.cuda.is_available() or not find_spec("triton"):
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    kinds = {
+        tl.float8e4nv: torch.float8_e4m3fn, tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16, tl.float32: torch.float32,
+    }  # fmt: skip
+    plain = interpreter._convert_float
+
+    def convert(source: Any, old: Any, new: Any, rounding: Any) -> Any:
+        if tl.float8e4nv not in (old, new):
+            return plain(source, old, new, rounding)
+        raw = torch.frombuffer(bytearray(source.tobytes()), dtype=kinds[old])
+        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[kinds[new].itemsize]
+        return raw.to(kinds[new]).view(bits).numpy().reshape(source.shape)
+
+    interpreter._convert_float = convert

@@ -17,7 +17,6 @@ from forebay_worker.engine import card_sampling, devices, loading
 from forebay_worker.engine.batch import Sampled, ScheduledRow
 from forebay_worker.engine.card_runner import CardRunner
 from forebay_worker.engine.noise import gumbel
-from forebay_worker.engine.sequence import Sequence
 from forebay_worker.kernels import card, reference
 from forebay_worker.kernels.decode_attention import DEFAULT
 from forebay_worker.kernels.reference import KvCache, Step
@@ -25,6 +24,7 @@ from forebay_worker.kernels.sampling import make_scratch
 from forebay_worker.models.config import ModelError
 from forebay_worker.models.decoder import Decoder
 from forebay_worker.models.registry import read_config
+from kernel_house import make_sequence
 
 ON_CARD = torch.cuda.is_available()
 VOCAB, BLOCK, BLOCKS = 320, 64, 24
@@ -120,14 +120,6 @@ def late(
 def make_runner(path: Path, dtype: str, *, graphs: bool = True) -> CardRunner:
     device = torch.device("cuda" if ON_CARD else "cpu")
     return CardRunner(path, settings(dtype), device, graphs=graphs)
-
-
-def make_sequence(prompt: list[int], blocks: list[int], sampling: SamplingParams) -> Sequence:
-    return Sequence(
-        request_id="r", attempt=1, gateway="", index=0, token_ids=list(prompt),
-        num_prompt=len(prompt), sampling=sampling, seed=2**63 + 77, limit=10**6,
-        stop_ids=frozenset(), block_table=list(blocks),
-    )  # fmt: skip
 
 
 def prompts() -> list[list[int]]:

@@ -17,9 +17,12 @@ from forebay_worker.kernels.decode_attention import (
     paged_decode_attention,
     plan_decode,
 )
+from forebay_worker.kernels.fp8 import FEW_ROWS, Fp8, Numbers
+from forebay_worker.kernels.fp8_linear import fp8_linear
 from forebay_worker.kernels.linear_table import LinearTable
 from forebay_worker.kernels.norm_rope_store import norm_rope_store
 from forebay_worker.kernels.prefill_attention import paged_prefill_attention
+from forebay_worker.kernels.quantize import quantize, rms_norm_quantize, silu_mul_quantize
 from forebay_worker.kernels.reference import KvCache, Step
 from forebay_worker.kernels.rms_norm import rms_norm
 from forebay_worker.kernels.silu_mul import silu_mul
@@ -49,7 +52,7 @@ class CardOps:
         *,
         folded: bool = False,
     ) -> None:
-        """`folded`: the gains of the layers' norms are in the weights, as `decoder.fold_norms`
+        """`folded`: the gains of the layers' norms are in the weights, as `decoder.fold_norm`
         puts them there."""
         self._kv_heads = kv_heads
         self._group = heads // kv_heads
@@ -72,51 +75,80 @@ class CardOps:
         x: Tensor,
         gain: Tensor,
         eps: float,
-        weight: Tensor,
+        weight: Numbers,
         bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """rms_norm(x) [T, K] @ weight [N, K]^T + bias [N], by what `products` chose; `out` takes no
-        bias."""
+        bias and no e4m3 weight."""
         choice = self._own(x, weight, bias)
         if choice is not None:
             out = _empty(x, len(weight)) if out is None else out
             normed, norm = self._normed(x, gain, eps)
-            return small_linear(normed, weight, out, *choice, norm=norm)
+            product = small_linear(normed, weight, out, *choice, norm=norm)
+            return product if bias is None else product.add_(bias)
+        if isinstance(weight, Fp8):
+            return fp8_linear(rms_norm_quantize(x, gain, eps), weight, bias, x.dtype)
         x = rms_norm(x, gain, eps)
         if out is not None:
             return torch.mm(x, weight.t(), out=out)
         return functional.linear(x, weight, bias)
 
     def norm_gate_up(
-        self, x: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        """[T, N / 2]: SiLU of the first half of rms_norm(x) @ weight^T times the second."""
-        choice = self._own(x, weight, bias) if len(x) <= _GATED_ROWS else None
+        self,
+        x: Tensor,
+        gain: Tensor,
+        eps: float,
+        weight: Numbers,
+        bias: Tensor | None = None,
+        *,
+        for_fp8: bool = False,
+    ) -> Numbers:
+        """[T, N / 2]: SiLU of the first half of rms_norm(x) @ weight^T times the second; of more
+        than a few rows as e4m3, if it is `for_fp8`."""
+        gated = len(x) <= _GATED_ROWS and bias is None
+        choice = self._own(x, weight, bias) if gated else None
         if choice is None:
-            return silu_mul(self.norm_linear(x, gain, eps, weight, bias))
+            both = self.norm_linear(x, gain, eps, weight, bias)
+            return silu_mul_quantize(both) if for_fp8 and len(x) > FEW_ROWS else silu_mul(both)
         normed, norm = self._normed(x, gain, eps)
         out = _empty(x, len(weight) // 2)
         return small_linear(normed, weight, out, *choice, norm=norm, gate=True)
 
     def linear_add(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+        self, x: Numbers, weight: Numbers, bias: Tensor | None, residual: Tensor
     ) -> Tensor:
         """Adds x @ weight^T + bias to the residual [T, N], in place."""
         self._summed = None
         choice = self._own(x, weight, bias)
         if choice is not None:
-            scratch, config = choice
-            squares = self._squares.get(config.tile_n)
-            if squares is None:
-                squares = make_squares(len(weight), config, self._device)
-                self._squares[config.tile_n] = squares
-            small_linear(x, weight, residual, scratch, config, add=True, squares=squares)
-            self._summed = residual, squares
-            return residual
+            return self._add_own(x, weight, bias, residual, *choice)
+        if isinstance(weight, Fp8):
+            x = x if isinstance(x, Fp8) else quantize(x)
+            return residual.add_(fp8_linear(x, weight, bias, residual.dtype))
         if bias is not None:
             return residual.add_(functional.linear(x, weight, bias))
         return torch.addmm(residual, x, weight.t(), out=residual)
+
+    def _add_own(
+        self,
+        x: Tensor,
+        weight: Numbers,
+        bias: Tensor | None,
+        residual: Tensor,
+        scratch: LinearScratch,
+        config: LinearConfig,
+    ) -> Tensor:
+        """The same by an own kernel, which sums the squares up unless a bias comes after it."""
+        if bias is not None:
+            return small_linear(x, weight, residual, scratch, config, add=True).add_(bias)
+        squares = self._squares.get(config.tile_n)
+        if squares is None:
+            squares = make_squares(len(weight), config, self._device)
+            self._squares[config.tile_n] = squares
+        small_linear(x, weight, residual, scratch, config, add=True, squares=squares)
+        self._summed = residual, squares
+        return residual
 
     def _normed(self, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Norm | None]:
         """x as a product takes it: as it is, if its squares are known and no gain is left to
@@ -127,10 +159,11 @@ class CardOps:
         return rms_norm(x, gain, eps), None
 
     def _own(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None
+        self, x: Numbers, weight: Numbers, bias: Tensor | None
     ) -> tuple[LinearScratch, LinearConfig] | None:
         """What an own product needs. None for cuBLAS, which takes any bias."""
-        choice = self.products.find(len(x), weight) if bias is None else None
+        theirs = bias is not None and not isinstance(weight, Fp8)
+        choice = None if theirs else self.products.find(len(x), weight)
         return None if choice is None else (choice.scratch, choice.config)
 
     @staticmethod
@@ -148,20 +181,22 @@ class CardOps:
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         norm = None if q_norm is None or k_norm is None else (q_norm, k_norm, eps)
         return norm_rope_store(
-            qkv, cache.keys, cache.values, step.positions, step.kv_slots, cos_sin, heads, norm
-        )
+            qkv, cache.keys, cache.values, step.positions, step.kv_slots, cos_sin, heads, norm,
+            cache.scales,
+        )  # fmt: skip
 
     def paged_attention(self, q: Tensor, step: Step, cache: KvCache) -> Tensor:
         """Attention of q [T, H, D], decode rows first: [T, H * D]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         scale = self._head_dim**-0.5
-        keys, values, decodes = cache.keys, cache.values, step.num_decodes
+        keys, values, scales, decodes = cache.keys, cache.values, cache.scales, step.num_decodes
         if decodes:
             plan = self._plan(decodes)
             tables, lens = step.block_tables, step.kv_lens[:decodes]
             paged_decode_attention(
-                q[:decodes], keys, values, tables, lens, plan, scale, out[:decodes]
-            )
+                q[:decodes], keys, values, tables, lens, plan, scale, out[:decodes],
+                kv_scales=scales,
+            )  # fmt: skip
         if decodes < len(step.kv_lens):
             paged_prefill_attention(
                 q,
@@ -172,6 +207,7 @@ class CardOps:
                 step.starts[decodes:],
                 scale,
                 out,
+                kv_scales=scales,
             )
         return out.view(len(q), -1)
 

@@ -9,6 +9,10 @@ and a captured graph stays valid. An item takes one program per KV head, whose G
 one tile of 16 rows, so that each K and V byte is read once. Rows of several items are merged by
 the program that arrives last, without a second launch (about 1.3 us per layer in a graph).
 
+An e4m3 cache is half the bytes. Its numbers are widened, so that products and sums are as precise
+as with any other cache; its scales, one per KV head, multiply the scores and the output. A bfloat16
+query meets them as float16, which widens best, has more bits, and room for it up to 65,504.
+
 Bound: bytes of K and V over memory bandwidth. It knows nothing of who owns the blocks.
 """
 
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
 from forebay_worker.kernels.paging import LOG2_E, cache_rows
+from forebay_worker.kernels.widen import widen
 
 _PLAN_ITEMS = 64  # items that one program of the plan kernel writes
 
@@ -173,14 +178,14 @@ def _merge_splits(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _paged_decode_kernel(
-    out, q, k_cache, v_cache, block_tables, kv_lens, table_rows,
+    out, q, k_cache, v_cache, kv_scales, block_tables, kv_lens, table_rows,
     items, partial, partial_lse, arrivals, scale_log2,
     stride_q, stride_out, stride_table,
     stride_k_block, stride_k_token, stride_k_head,
     stride_v_block, stride_v_token, stride_v_head,
     HAS_TABLE_ROWS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    FP8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     kv_heads = tl.num_programs(0)
@@ -205,6 +210,9 @@ def _paged_decode_kernel(
     top = tl.full((M,), -float("inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, D), tl.float32)
+    if FP8:
+        scale_log2 *= tl.load(kv_scales + head)
+        query = query.to(tl.float16) if query.dtype == tl.bfloat16 else query
     k_head = k_cache + head * stride_k_head
     v_head = v_cache + head * stride_v_head
     first = split * chunk * TILE
@@ -216,6 +224,8 @@ def _paged_decode_kernel(
             table, position, start, last, stride_k_block, stride_k_token, TILE, BLOCK
         )
         k = tl.load(k_head + k_rows[None, :] + dim[:, None], mask=valid[None, :], other=0.0)
+        if FP8:
+            k = widen(k, query.dtype)
         score = tl.dot(query, k, input_precision="ieee") * scale_log2
         score = tl.where(valid[None, :], score, -float("inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
@@ -226,9 +236,13 @@ def _paged_decode_kernel(
             table, position, start, last, stride_v_block, stride_v_token, TILE, BLOCK
         )
         v = tl.load(v_head + v_rows[:, None] + dim[None, :], mask=valid[:, None], other=0.0)
+        if FP8:
+            v = widen(v, query.dtype)
         acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         top = new_top
     acc = acc / total[:, None]
+    if FP8:
+        acc *= tl.load(kv_scales + kv_heads + head)
 
     if splits == 1:
         out_at = row.to(tl.int64) * stride_out + (head * GROUP + group)[:, None] * D + dim[None, :]
@@ -260,6 +274,7 @@ def paged_decode_attention(
     scale: float,
     out: Tensor,
     table_rows: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention output of R decode rows, written to `out`.
 
@@ -272,13 +287,14 @@ def paged_decode_attention(
         plan: filled by `plan_decode` for these `kv_lens`.
         out: [R, query heads, D], contiguous in its last two dimensions.
         table_rows: [R] integers, row r's row of `block_tables`; without it row r itself.
+        kv_scales: [2, KV heads] float32, contiguous, of an e4m3 cache's keys and values.
     """
     heads, head_dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
     _paged_decode_kernel[(kv_heads, plan.items.shape[0])](
-        out, q, k_cache, v_cache, block_tables, kv_lens,
+        out, q, k_cache, v_cache, q if kv_scales is None else kv_scales, block_tables, kv_lens,
         kv_lens if table_rows is None else table_rows,
         plan.items, plan.partial, plan.partial_lse, plan.arrivals, scale * LOG2_E,
         q.stride(0), out.stride(0), block_tables.stride(0),
@@ -286,7 +302,7 @@ def paged_decode_attention(
         HAS_TABLE_ROWS=table_rows is not None, GROUP=group, PADDED=padded, M=max(16, padded),
         D=head_dim, BLOCK=k_cache.shape[1], TILE=plan.config.tile,
         SPLITS=8 if padded * head_dim <= 512 else 4,
-        OVERLAP=overlaps(q.device), launch_pdl=overlaps(q.device),
+        FP8=kv_scales is not None, OVERLAP=overlaps(q.device), launch_pdl=overlaps(q.device),
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     )  # fmt: skip
     return out

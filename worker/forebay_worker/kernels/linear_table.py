@@ -2,8 +2,10 @@
 
 cuBLAS loses where a weight is narrow and rows are few (2,048 -> 1,024 at one row on an H200: 11.8
 against 3.9 us), and wins for most others from 64 rows on. The table is filled once at start-up, by
-a graph over all weights of a shape, so that no weight is measured out of the cache. It knows shapes
-and times, not layers.
+a graph over all weights of a shape, so that no weight is measured out of the cache.
+
+An e4m3 weight is not measured: what its product with more rows rounds, that with few does not, and
+a model's answers are not to depend on a measurement. It knows shapes and times, not layers.
 """
 
 from collections import defaultdict
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from forebay_worker.kernels.fp8 import FEW_ROWS, Fp8, Numbers
 from forebay_worker.kernels.small_linear import (
     LinearConfig,
     LinearScratch,
@@ -44,13 +47,26 @@ class LinearTable:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._choices: dict[tuple[int, torch.Size], Choice] = {}
+        self._of_fp8: dict[torch.Size, Choice] = {}
 
-    def find(self, rows: int, weight: Tensor) -> Choice | None:
+    def find(self, rows: int, weight: Numbers) -> Choice | None:
         """How to multiply `rows` rows by `weight` [N, K]; None: by cuBLAS."""
+        if isinstance(weight, Fp8):
+            return self._find_fp8(weight) if rows <= FEW_ROWS else None
         if rows > ROWS[-1]:
             return None
         size = next(size for size in ROWS if rows <= size)
         return self._choices.get((size, weight.shape))
+
+    def _find_fp8(self, weight: Fp8) -> Choice:
+        """Made when it is first asked for; a graph goes on using its memory."""
+        shape = weight.values.shape
+        choice = self._of_fp8.get(shape)
+        if choice is None:
+            config = _config(*shape)
+            scratch = make_scratch(shape[0], config, self._device)
+            choice = self._of_fp8[shape] = Choice(config, scratch)
+        return choice
 
     def measure(self, weights: Iterable[Tensor], most_rows: int) -> None:
         """Chooses for each shape of the 16-bit matrices `weights`, which are all of a model's."""

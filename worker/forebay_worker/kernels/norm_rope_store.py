@@ -3,7 +3,7 @@
     x  = x / sqrt(mean(x^2) + eps) * weight          q and k heads, when the model has such weights
     y1 = x1 * cos[p] - x2 * sin[p]                   x1, x2: the halves of a head (neox style)
     y2 = x2 * cos[p] + x1 * sin[p]                   q and k heads
-    cache[slot] = k, v
+    cache[slot] = k, v                               divided by their head's scale where it is e4m3
 
 Four kernels' work (norm, rotate, two cache writes) and three round trips through memory less. A
 program owns one token and HEADS heads, so that one decode row already spreads over several.
@@ -15,19 +15,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay_worker.kernels.fp8 import LARGEST
 from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
 
 _HEADS = 4  # heads per program: 1 KB of bf16 at D = 128
 
 
 @triton.jit
+def _encode(x, scale, LARGEST: tl.constexpr):
+    """x / scale as e4m3, clamped; NaN stays."""
+    wide = x.to(tl.float32) / scale
+    return tl.clamp(wide, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
 def _norm_rope_store_kernel(
-    qkv, k_cache, v_cache, positions, slots, cos_sin, q_weight, k_weight, eps,
+    qkv, k_cache, v_cache, kv_scales, positions, slots, cos_sin, q_weight, k_weight, eps,
     stride_qkv,
     stride_k_block, stride_k_token, stride_k_head,
     stride_v_block, stride_v_token, stride_v_head,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    NORM: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -64,6 +73,10 @@ def _norm_rope_store_kernel(
     block = slot // BLOCK
     offset = slot % BLOCK
     kv_head = head - Q_HEADS
+    if FP8:
+        scale = tl.load(kv_scales + kv_head[:, None], mask=is_k | is_v, other=1.0)
+        y1 = _encode(y1, scale, LARGEST)
+        y2 = _encode(y2, scale, LARGEST)
     k_to = block * stride_k_block + offset * stride_k_token + kv_head * stride_k_head
     v_to = block * stride_v_block + offset * stride_v_token + (kv_head - KV_HEADS) * stride_v_head
     k_to = k_cache + k_to[:, None] + half[None, :]
@@ -84,6 +97,7 @@ def norm_rope_store(
     cos_sin: Tensor,
     q_heads: int,
     norm: tuple[Tensor, Tensor, float] | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Normalises and rotates q in place and writes k and v to the cache; returns q's view of `qkv`.
 
@@ -95,6 +109,7 @@ def norm_rope_store(
         slots: [T] int64, block * block size + offset; a negative one writes nothing (padding).
         cos_sin: [positions, D] float32, D / 2 cosines and then D / 2 sines.
         norm: weights [D] of the q and the k norm, and eps.
+        kv_scales: [2, KV heads] float32, contiguous, of an e4m3 cache's keys and values.
 
     Returns:
         [T, q heads, D], a view.
@@ -105,10 +120,12 @@ def norm_rope_store(
     overlap = overlaps(qkv.device) and qkv.shape[0] <= 256
     grid = (qkv.shape[0], triton.cdiv(q_heads + 2 * kv_heads, _HEADS))
     _norm_rope_store_kernel[grid](
-        qkv, k_cache, v_cache, positions, slots, cos_sin, q_weight, k_weight, eps,
+        qkv, k_cache, v_cache, qkv if kv_scales is None else kv_scales,
+        positions, slots, cos_sin, q_weight, k_weight, eps,
         qkv.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=head_dim, BLOCK=k_cache.shape[1],
-        NORM=norm is not None, HEADS=_HEADS, num_warps=1,
+        NORM=norm is not None, HEADS=_HEADS,
+        FP8=kv_scales is not None, LARGEST=LARGEST, num_warps=1,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
     return torch.as_strided(

@@ -8,6 +8,8 @@ the prefix before them comes from the cache, whoever computed it. A tile holds T
 with all G query heads of a KV head, so that a short chunk of a wide group still fills it. A program
 walks the KV tiles below its first token without masks, then the few on the diagonal with them.
 
+An e4m3 cache is widened as in `decode_attention`.
+
 Bound: 4 * D * heads * (pairs of a token and a position at or before it) floating-point operations
 over the matrix units' rate. It knows nothing of who owns the blocks.
 """
@@ -20,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from forebay_worker.kernels.paging import LOG2_E, cache_rows
+from forebay_worker.kernels.widen import widen
 
 
 class PrefillConfig(NamedTuple):
@@ -60,7 +63,7 @@ def _attend(
     k_cache, v_cache, table, head, first, last, kv_len, scale_log2,
     stride_k_block, stride_k_token, stride_k_head,
     stride_v_block, stride_v_token, stride_v_head,
-    MASKED: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax pass over the KV tiles from `first` (a multiple of TILE_N) to `last`."""
@@ -77,6 +80,8 @@ def _attend(
             )
             k_at = k_cache + head * stride_k_head + k_rows[None, :] + dim[:, None]
             k = tl.load(k_at, mask=valid[None, :], other=0.0) if MASKED else tl.load(k_at)
+        if FP8:
+            k = widen(k, query.dtype)
         score = tl.dot(query, k, input_precision="ieee")
         if MASKED:
             seen = (position[None, :] <= q_position[:, None]) & valid[None, :]
@@ -93,6 +98,8 @@ def _attend(
                 table, position, start, kv_len, stride_v_block, stride_v_token, TILE_N, BLOCK
             )
             v = tl.load(v_cache + head * stride_v_head + v_rows[:, None] + dim[None, :])
+        if FP8:
+            v = widen(v, query.dtype)
         if MASKED:
             # Zeros, because what nobody wrote may be NaN, and 0 * NaN is NaN.
             v = tl.where(valid[:, None], v, 0.0)
@@ -107,11 +114,11 @@ def _attend(
     do_not_specialize_on_alignment=["block_tables", "kv_lens", "starts"],
 )
 def _paged_prefill_kernel(
-    out, q, k_cache, v_cache, block_tables, kv_lens, starts, scale_log2, rows,
+    out, q, k_cache, v_cache, kv_scales, block_tables, kv_lens, starts, scale_log2, rows,
     stride_q, stride_out, stride_table,
     stride_k_block, stride_k_token, stride_k_head,
     stride_v_block, stride_v_token, stride_v_head,
-    TMA: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -135,6 +142,9 @@ def _paged_prefill_kernel(
     query = tl.load(q + q_at[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
     q_position = kv_len - tokens + own
 
+    if FP8:
+        scale_log2 *= tl.load(kv_scales + head)
+        query = query.to(tl.float16) if query.dtype == tl.bfloat16 else query
     acc = tl.zeros((TILE_M, D), tl.float32)
     top = tl.full((TILE_M,), -float("inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
@@ -145,16 +155,18 @@ def _paged_prefill_kernel(
         k_cache, v_cache, table, head, 0, full, kv_len, scale_log2,
         stride_k_block, stride_k_token, stride_k_head,
         stride_v_block, stride_v_token, stride_v_head,
-        False, TMA, D, BLOCK, TILE_N,
+        False, TMA, FP8, D, BLOCK, TILE_N,
     )  # fmt: skip
     acc, top, total = _attend(
         acc, top, total, query, q_position,
         k_cache, v_cache, table, head, full, last, kv_len, scale_log2,
         stride_k_block, stride_k_token, stride_k_head,
         stride_v_block, stride_v_token, stride_v_head,
-        True, TMA, D, BLOCK, TILE_N,
+        True, TMA, FP8, D, BLOCK, TILE_N,
     )  # fmt: skip
     acc = acc / total[:, None]
+    if FP8:
+        acc *= tl.load(kv_scales + tl.num_programs(0) + head)
     out_at = (start + own).to(tl.int64) * stride_out + q_head * D
     tl.store(
         out + out_at[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None]
@@ -178,6 +190,7 @@ def paged_prefill_attention(
     scale: float,
     out: Tensor,
     config: PrefillConfig = DEFAULT,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention output of T tokens in R rows, written to `out`; their KV is already in the cache.
 
@@ -189,6 +202,7 @@ def paged_prefill_attention(
         starts: [R + 1] integers, row r owns tokens starts[r] to starts[r + 1]; tokens before
             starts[0] belong to nobody and their output is not written.
         out: [T, query heads, D], contiguous in its last two dimensions.
+        kv_scales: [2, KV heads] float32, contiguous, of an e4m3 cache's keys and values.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -202,10 +216,11 @@ def paged_prefill_attention(
         else (k_cache, v_cache)
     )
     _paged_prefill_kernel[(kv_heads, tokens // per_tile + rows)](
-        out, q, k_source, v_source, block_tables, kv_lens, starts, scale * LOG2_E, rows,
+        out, q, k_source, v_source, q if kv_scales is None else kv_scales,
+        block_tables, kv_lens, starts, scale * LOG2_E, rows,
         q.stride(0), out.stride(0), block_tables.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
-        TMA=tma, GROUP=group, D=head_dim, BLOCK=k_cache.shape[1],
+        TMA=tma, FP8=kv_scales is not None, GROUP=group, D=head_dim, BLOCK=k_cache.shape[1],
         TOKENS=per_tile, TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -11,17 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from forebay_worker.kernels import fp8
+from forebay_worker.kernels.fp8 import Fp8, Numbers
+
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """Keys and values: each [blocks, block_size, K, D] for one layer, [layers, …] for all."""
+    """Keys and values: each [blocks, block_size, K, D] for one layer, [layers, …] for all.
+
+    Where they are e4m3, `scales` [2, K] float32, or [layers, 2, K], multiply what a head's keys and
+    values hold.
+    """
 
     keys: Tensor
     values: Tensor
+    scales: Tensor | None = None
 
     def layer(self, number: int) -> "KvCache":
         """One layer's cache of the whole model's."""
-        return KvCache(self.keys[number], self.values[number])
+        scales = None if self.scales is None else self.scales[number]
+        return KvCache(self.keys[number], self.values[number], scales)
 
     @torch.inference_mode()
     def poison(self, blocks: list[int]) -> None:
@@ -57,9 +66,16 @@ class Step:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor, weight: Numbers, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x [T, K] @ weight [N, K]^T + bias [N], written to `out` [T, N] where that is given."""
+    """x [T, K] @ weight [N, K]^T + bias [N], written to `out` [T, N] where that is given.
+
+    An e4m3 weight meets more than a few rows as e4m3, too.
+    """
+    if isinstance(weight, Fp8):
+        if len(x) > fp8.FEW_ROWS:
+            x = fp8.dequantize(fp8.quantize(x), x.dtype)
+        weight = fp8.dequantize(weight, x.dtype)
     product = functional.linear(x, weight, bias)
     return product if out is None else out.copy_(product)
 
@@ -68,7 +84,7 @@ def norm_linear(
     x: Tensor,
     gain: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Numbers,
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -77,14 +93,22 @@ def norm_linear(
 
 
 def norm_gate_up(
-    x: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    weight: Numbers,
+    bias: Tensor | None = None,
+    *,
+    for_fp8: bool = False,
 ) -> Tensor:
-    """silu_mul(linear(rms_norm(x))): the first half of a gated MLP."""
+    """silu_mul(linear(rms_norm(x))): the first half of a gated MLP. `for_fp8`: the weight of the
+    second half is e4m3, so that the result may be."""
     return silu_mul(norm_linear(x, gain, eps, weight, bias))
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Numbers, weight: Numbers, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + linear(x); may overwrite the residual."""
+    x = fp8.dequantize(x, residual.dtype) if isinstance(x, Fp8) else x
     return residual + linear(x, weight, bias)
 
 
@@ -127,9 +151,25 @@ def rope_store(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[step.positions].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
-    cache.keys.view(-1, kv_heads, head_dim)[step.kv_slots] = rotate(k, cos, sin)
-    cache.values.view(-1, kv_heads, head_dim)[step.kv_slots] = v
+    k_scale, v_scale = (None, None) if cache.scales is None else cache.scales
+    _write(cache.keys, step.kv_slots, rotate(k, cos, sin), k_scale)
+    _write(cache.values, step.kv_slots, v, v_scale)
     return rotate(q, cos, sin)
+
+
+def _write(side: Tensor, slots: Tensor, x: Tensor, scale: Tensor | None) -> None:
+    """x [T, K, D] into the cache's keys or values."""
+    if scale is not None:  # as bytes, since torch does not index e4m3 everywhere
+        x = fp8.encode(x.float() / scale[:, None]).view(torch.uint8)
+        side = side.view(torch.uint8)
+    side.view(-1, *side.shape[-2:])[slots] = x
+
+
+def _read(side: Tensor, at: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[…, K, D] of the cache's keys or values by their first index."""
+    if scale is None:
+        return side[at]
+    return (side.view(torch.uint8)[at].view(fp8.E4M3).float() * scale[:, None]).to(dtype)
 
 
 def paged_attention(q: Tensor, step: Step, cache: KvCache) -> Tensor:
@@ -155,8 +195,10 @@ def _decode(q: Tensor, step: Step, cache: KvCache) -> Tensor:
     columns = torch.arange(max(step.host_kv_lens[:rows]), device=q.device)
     at = torch.minimum(columns, lens - 1)
     slots = step.block_tables.gather(1, at // block_size) * block_size + at % block_size
-    keys = cache.keys.view(-1, kv_heads, head_dim)[slots].transpose(1, 2)
-    values = cache.values.view(-1, kv_heads, head_dim)[slots].transpose(1, 2)
+    k_scale, v_scale = (None, None) if cache.scales is None else cache.scales
+    keys = _read(cache.keys.view(-1, kv_heads, head_dim), slots, k_scale, q.dtype).transpose(1, 2)
+    values = _read(cache.values.view(-1, kv_heads, head_dim), slots, v_scale, q.dtype)
+    values = values.transpose(1, 2)
     scores = q.view(rows, kv_heads, -1, head_dim) @ keys.transpose(2, 3) / math.sqrt(head_dim)
     scores.masked_fill_((columns >= lens)[:, None, None, :], -math.inf)
     return (scores.float().softmax(-1).to(q.dtype) @ values).view(q.shape)
@@ -166,8 +208,9 @@ def _chunk(q: Tensor, block_table: Tensor, kv_len: int, cache: KvCache) -> Tenso
     """The last len(q) of one row's kv_len positions, [t, H, D], each over those up to itself."""
     block_size, kv_heads, head_dim = cache.keys.shape[1:]
     blocks = block_table[: -(-kv_len // block_size)]
-    keys = cache.keys[blocks].view(-1, kv_heads, head_dim)[:kv_len]
-    values = cache.values[blocks].view(-1, kv_heads, head_dim)[:kv_len]
+    k_scale, v_scale = (None, None) if cache.scales is None else cache.scales
+    keys = _read(cache.keys, blocks, k_scale, q.dtype).view(-1, kv_heads, head_dim)[:kv_len]
+    values = _read(cache.values, blocks, v_scale, q.dtype).view(-1, kv_heads, head_dim)[:kv_len]
     groups = q.shape[1] // kv_heads
     shape = (kv_heads, groups, kv_len, head_dim)
     mask = None

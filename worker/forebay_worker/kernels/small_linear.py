@@ -12,8 +12,11 @@ some 2 us, as much as such a product:
 
     add:  out = out + x @ weight^T, the residual in place; its squares are summed up for a norm
     norm: out = x @ weight^T / sqrt(mean(x^2) + eps), of an x whose squares have been summed up so;
-          a norm's gain is a factor of the weight's columns, which `decoder.fold_norms` puts there
+          a norm's gain is a factor of the weight's columns, which `decoder.fold_norm` puts there
     gate: weight holds the gate's rows and then those of up:  out = silu(gate) * up
+
+A weight may be e4m3, half the bytes: it is widened to x's type, which holds each e4m3 number
+exactly, and its scales multiply the sums.
 """
 
 from typing import NamedTuple
@@ -23,7 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay_worker.kernels.fp8 import GROUP, Fp8, Numbers
 from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.widen import widen
 
 MOST_ROWS = 64
 
@@ -71,6 +76,27 @@ def make_squares(columns: int, config: LinearConfig, device: torch.device) -> Te
 
 
 @triton.jit
+def _add_product(acc, a, w, scales, known, SCALES: tl.constexpr):
+    """acc + a @ w; `scales` are those of w's columns in this group."""
+    if SCALES == 0:
+        acc = tl.dot(a, w, acc, input_precision="ieee")
+    elif SCALES == 1:
+        acc = tl.dot(a, widen(w, a.dtype), acc, input_precision="ieee")
+    else:
+        scale = tl.load(scales, mask=known, other=0.0)
+        acc += tl.dot(a, widen(w, a.dtype), input_precision="ieee") * scale[None, :]
+    return acc
+
+
+@triton.jit
+def _scaled(acc, scales, known, SCALES: tl.constexpr):
+    """acc times the scales of its columns, unless they are in it already."""
+    if SCALES == 1:
+        acc *= tl.load(scales, mask=known, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
 def _finish(
     acc, up, scale, to, squares, keep,
     NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr,
@@ -96,8 +122,9 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows", "norm_tiles"])
 def _small_linear_kernel(
-    out, x, weight, partial, arrivals, squares_in, squares_out,
-    rows, columns, depth, norm_tiles, eps, stride_x, stride_w, stride_out,
+    out, x, weight, scales, partial, arrivals, squares_in, squares_out,
+    rows, columns, depth, norm_tiles, eps, stride_x, stride_w, stride_out, stride_scales,
+    SCALES: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SPLITS: tl.constexpr,
     NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr,
     MOST: tl.constexpr, OVERLAP: tl.constexpr,
@@ -107,7 +134,8 @@ def _small_linear_kernel(
     row = tl.arange(0, M)
     column = tile * TILE_N + tl.arange(0, TILE_N)
     inside = (row < rows)[:, None]
-    known = (column < columns)[None, :]
+    is_known = column < columns
+    known = is_known[None, :]
     span = tl.cdiv(tl.cdiv(depth, TILE_K), SPLITS) * TILE_K
     first = split * span
     last = tl.minimum(first + span, depth)
@@ -116,6 +144,8 @@ def _small_linear_kernel(
     x_row = x + row[:, None] * stride_x
     w_row = weight + column[None, :].to(tl.int64) * stride_w
     up_row = w_row + columns.to(tl.int64) * stride_w
+    of_acc = scales + column
+    of_up = of_acc + columns
     wait_for_inputs(OVERLAP)
     scale = tl.zeros((M,), tl.float32)
     if NORM > 0:
@@ -130,14 +160,18 @@ def _small_linear_kernel(
         k = start + tl.arange(0, TILE_K)
         w = tl.load(w_row + k[:, None], mask=(k < depth)[:, None] & known, other=0.0)
         a = tl.load(x_row + k[None, :], mask=inside & (k < depth)[None, :], other=0.0)
-        acc = tl.dot(a, w, acc, input_precision="ieee")
+        group = start // GROUP * stride_scales
+        acc = _add_product(acc, a, w, of_acc + group, is_known, SCALES)
         if GATE:
             u = tl.load(up_row + k[:, None], mask=(k < depth)[:, None] & known, other=0.0)
-            up = tl.dot(a, u, up, input_precision="ieee")
+            up = _add_product(up, a, u, of_up + group, is_known, SCALES)
     to = out + row[:, None] * stride_out + column[None, :]
     keep = inside & known
     own_squares = squares_out + tile * MOST + row
     if SPLITS == 1:
+        acc = _scaled(acc, of_acc, is_known, SCALES)
+        if GATE:
+            up = _scaled(up, of_up, is_known, SCALES)
         _finish(acc, up, scale, to, own_squares, keep, NORM > 0, GATE, ADD, SQUARES)
     else:
         PARTS: tl.constexpr = 2 if GATE else 1
@@ -157,13 +191,16 @@ def _small_linear_kernel(
                 acc += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATE:
                     up += tl.load(part + M * TILE_N, mask=inside, other=0.0, cache_modifier=".cg")
+            acc = _scaled(acc, of_acc, is_known, SCALES)
+            if GATE:
+                up = _scaled(up, of_up, is_known, SCALES)
             _finish(acc, up, scale, to, own_squares, keep, NORM > 0, GATE, ADD, SQUARES)
             tl.store(arrivals + tile, 0)
 
 
 def small_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Numbers,
     out: Tensor,
     scratch: LinearScratch,
     config: LinearConfig,
@@ -177,15 +214,21 @@ def small_linear(
     rows are contiguous.
 
     `add` adds to what is in `out`. `squares`, of `make_squares`, takes the sums of the outputs'
-    squares. `scratch` is of this N and config, and of no launch that may run at the same time.
+    squares. `scratch` is of this N and config, and of no launch that may run at the same time. For
+    a weight scaled in groups the config's tiles are at most a group deep.
     """
     rows, depth = x.shape
+    weight, scales = weight if isinstance(weight, Fp8) else (weight, None)
+    by_group = scales is not None and len(scales) > 1
+    assert not by_group or GROUP % config.tile_k == 0, "a tile may not lie in two groups"
     columns, tile = out.shape[1], config.tile_n // (2 if gate else 1)
     overlap = overlaps(x.device)
     _small_linear_kernel[(triton.cdiv(columns, tile), config.splits)](
-        out, x, weight, *scratch, norm.squares if norm else x, x if squares is None else squares,
+        out, x, weight, weight if scales is None else scales, *scratch,
+        norm.squares if norm else x, x if squares is None else squares,
         rows, columns, depth, norm.tiles if norm else 0, norm.eps if norm else 0.0,
-        x.stride(0), weight.stride(0), out.stride(0),
+        x.stride(0), weight.stride(0), out.stride(0), len(weight),
+        SCALES=0 if scales is None else 1 + by_group, GROUP=GROUP,
         M=max(16, triton.next_power_of_2(rows)), TILE_N=tile, TILE_K=config.tile_k,
         SPLITS=config.splits, NORM=triton.next_power_of_2(norm.tiles) if norm else 0,
         GATE=gate, ADD=add, SQUARES=squares is not None, MOST=MOST_ROWS,

@@ -16,4 +16,5 @@ class Mlp:
 
     def __call__(self, residual: Tensor) -> Tensor:
         """The residual after this block, perhaps in place."""
-        return self.down.added(self.gate_up.of_norm_gated(self.norm, residual), residual)
+        gated = self.gate_up.of_norm_gated(self.norm, residual, self.down)
+        return self.down.added(gated, residual)

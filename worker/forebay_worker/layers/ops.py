@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from forebay_worker.kernels.fp8 import Numbers
 from forebay_worker.kernels.reference import KvCache, Step
 
 
@@ -18,18 +19,26 @@ class Ops(Protocol):
         x: Tensor,
         gain: Tensor,
         eps: float,
-        weight: Tensor,
+        weight: Numbers,
         bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor: ...
 
     @staticmethod
     def norm_gate_up(
-        x: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor: ...
+        x: Tensor,
+        gain: Tensor,
+        eps: float,
+        weight: Numbers,
+        bias: Tensor | None = None,
+        *,
+        for_fp8: bool = False,
+    ) -> Numbers: ...
 
     @staticmethod
-    def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor: ...
+    def linear_add(
+        x: Numbers, weight: Numbers, bias: Tensor | None, residual: Tensor
+    ) -> Tensor: ...
 
     @staticmethod
     def rope_store(
