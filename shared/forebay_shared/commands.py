@@ -87,6 +87,8 @@ _MODEL = (
     "matryoshka",
     "served_model_name",
     "dtype",
+    "quantization",
+    "kv_cache_dtype",
     "device",
     "max_model_len",
     "chat_template",

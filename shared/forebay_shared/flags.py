@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound="DataclassInstance")
 
 PREFIX = "FOREBAY_"
-SYNONYMS = {"half": "float16", "float": "float32"}
+SYNONYMS = {"half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
 """Values that vLLM spells otherwise."""
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}

@@ -271,6 +271,8 @@ def _embedding_program(settings: ServeSettings) -> Program:
         served_model_name=settings.embedding_served_model_name,
         runner="pooling",
         engine="echo" if settings.engine == "echo" else "native",
+        quantization="auto",
+        kv_cache_dtype="auto",
         max_model_len=0,
         max_num_batched_tokens=0,
         chat_template="",

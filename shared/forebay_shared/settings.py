@@ -149,6 +149,14 @@ class WorkerSettings:
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="type of weights and activations; auto: bfloat16 on CUDA, float32 on CPU"),
     ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "fp8"],
+        Meta(description="type of the layers' weights; auto: as the checkpoint has them"),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(description="type of keys and values; auto: as the checkpoint says, else as --dtype"),
+    ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights, for benchmarks")
     ] = "auto"

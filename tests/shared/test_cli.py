@@ -46,7 +46,8 @@ def test_the_flags_that_people_know_from_vllm_mean_the_same() -> None:
         "model-dir --host 0.0.0.0 --port=1 --api-key a --api-key b --served-model-name m "
         "--dtype half --max_model_len 4k --max-num-seqs 8 --max-num-batched-tokens 1K "
         "--gpu-memory-utilization 0.5 --no-enable-prefix-caching --block-size 32 --seed 1 "
-        "--chat-template t.jinja --kv-cache-memory-bytes 2G"
+        "--chat-template t.jinja --kv-cache-memory-bytes 2G "
+        "--quantization fp8 --kv-cache-dtype fp8_e4m3"
     )
     assert SERVE.parse(words, {}) == ServeSettings(
         model="model-dir",
@@ -64,6 +65,8 @@ def test_the_flags_that_people_know_from_vllm_mean_the_same() -> None:
         seed=1,
         chat_template="t.jinja",
         kv_cache_memory_bytes=2 * 2**30,
+        quantization="fp8",
+        kv_cache_dtype="fp8",
     )
 
 

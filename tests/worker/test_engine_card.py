@@ -158,16 +158,21 @@ def test_the_revision_changes_with_the_model(
     assert describe(directory)[0].revision != before
 
 
-def test_the_revision_changes_with_the_dtype_and_the_seed_of_dummy_weights(
+def test_the_revision_changes_with_the_types_and_the_seed_of_dummy_weights(
     directory: Path,
 ) -> None:
-    dummies = [WorkerSettings(load_format="dummy", seed=seed) for seed in (0, 1)]
+    others = [
+        *(WorkerSettings(load_format="dummy", seed=seed) for seed in (0, 1)),
+        WorkerSettings(quantization="fp8"),
+        WorkerSettings(kv_cache_dtype="fp8"),
+        WorkerSettings(quantization="fp8", kv_cache_dtype="fp8"),
+    ]
     revisions = [
         ModelFiles(directory, WorkerSettings()).revision("float32"),
         ModelFiles(directory, WorkerSettings()).revision("bfloat16"),
-        *(ModelFiles(directory, settings).revision("float32") for settings in dummies),
+        *(ModelFiles(directory, settings).revision("float32") for settings in others),
     ]
-    assert len(set(revisions)) == 4
+    assert len(set(revisions)) == 7
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from forebay_worker.engine import weights
+from forebay_worker.engine import tensor_files, weights
 from forebay_worker.models.config import ModelError
 from forebay_worker.models.registry import read_config
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch
 
 def change(directory: Path, **tensors: torch.Tensor | None) -> None:
     """Replaces tensors of the checkpoint's file; None removes one."""
-    path = directory / weights.SINGLE
+    path = directory / tensor_files.SINGLE
     held = load_file(path) | {name.replace("__", "."): value for name, value in tensors.items()}
     save_file({name: value for name, value in held.items() if value is not None}, path)
 
@@ -38,7 +38,7 @@ def edit_config(directory: Path, **fields: Any) -> None:
 
 
 def test_parts_are_packed_in_order(checkpoint: Path) -> None:
-    held = load_file(checkpoint / weights.SINGLE)
+    held = load_file(checkpoint / tensor_files.SINGLE)
     layer = "model.layers.1"
     packed = load(checkpoint)
     parts = [held[f"{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
@@ -49,14 +49,14 @@ def test_parts_are_packed_in_order(checkpoint: Path) -> None:
 
 def test_shards_give_what_one_file_gives(checkpoint: Path) -> None:
     whole = load(checkpoint)
-    single = checkpoint / weights.SINGLE
+    single = checkpoint / tensor_files.SINGLE
     held = load_file(single)
     names = sorted(held)
     files = {name: f"model-{at % 3}.safetensors" for at, name in enumerate(names)}
     for file in set(files.values()):
         save_file({name: held[name] for name in names if files[name] == file}, checkpoint / file)
     single.unlink()
-    (checkpoint / weights.INDEX).write_text(json.dumps({"weight_map": files}))
+    (checkpoint / tensor_files.INDEX).write_text(json.dumps({"weight_map": files}))
     sharded = load(checkpoint)
     assert sharded.keys() == whole.keys()
     assert all(torch.equal(sharded[name], whole[name]) for name in whole)
@@ -64,7 +64,7 @@ def test_shards_give_what_one_file_gives(checkpoint: Path) -> None:
 
 def test_a_tied_head_is_not_loaded_even_when_stored(checkpoint: Path) -> None:
     edit_config(checkpoint, tie_word_embeddings=True)
-    assert "lm_head.weight" in load_file(checkpoint / weights.SINGLE)
+    assert "lm_head.weight" in load_file(checkpoint / tensor_files.SINGLE)
     assert "lm_head.weight" not in load(checkpoint)
 
 
@@ -81,7 +81,7 @@ def test_dummy_weights_have_every_shape_and_follow_the_seed(checkpoint: Path) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_stored_type_is_that_of_all_matrices(checkpoint: Path, dtype: torch.dtype) -> None:
-    path = checkpoint / weights.SINGLE
+    path = checkpoint / tensor_files.SINGLE
     save_file(
         {
             name: value if value.ndim == 1 else value.to(dtype)
@@ -122,14 +122,14 @@ def test_a_wrong_tensor_is_named(
 
 
 def test_a_broken_or_missing_file_is_named(checkpoint: Path) -> None:
-    path = checkpoint / weights.SINGLE
+    path = checkpoint / tensor_files.SINGLE
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"model\.safetensors is not a whole safetensors file"):
         load(checkpoint)
     path.unlink()
     with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
         load(checkpoint)
-    (checkpoint / weights.INDEX).write_text("[]")
+    (checkpoint / tensor_files.INDEX).write_text("[]")
     with pytest.raises(ModelError, match="is not a safetensors index"):
         load(checkpoint)
 

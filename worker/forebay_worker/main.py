@@ -95,6 +95,7 @@ async def serve(
     )
     metrics.cache_config(
         block_size=card.block_size,
+        cache_dtype=settings.kv_cache_dtype,
         enable_prefix_caching=settings.enable_prefix_caching,
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )

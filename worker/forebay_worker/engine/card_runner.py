@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from forebay_shared.settings import WorkerSettings
 
-from forebay_worker.engine import loading
+from forebay_worker.engine import fp8_weights, loading
 from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
 from forebay_worker.engine.card_inputs import StepInputs, StepShape
 from forebay_worker.engine.card_sampling import CardSampler, CardStep
@@ -26,9 +26,10 @@ from forebay_worker.engine.card_steps import (
 from forebay_worker.engine.loading import GIB, dtype_of
 from forebay_worker.engine.scoring import Logits
 from forebay_worker.kernels.card import CardOps
+from forebay_worker.kernels.fp8 import E4M3
 from forebay_worker.kernels.reference import KvCache
 from forebay_worker.models.config import ModelConfig, ModelError
-from forebay_worker.models.decoder import Decoder, fold_norms
+from forebay_worker.models.decoder import Decoder, fold_norm, quantize
 from forebay_worker.models.registry import read_config
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class CardRunner:
         self._dtype = torch.bfloat16 if settings.dtype == "auto" else dtype_of(settings.dtype)
         self.config: ModelConfig = read_config(checkpoint)
         _check(self.config)
+        self._kv_dtype = _kv_dtype(self.config, settings, self._dtype)
+        _check_fp8(self.config, settings, self._kv_dtype, self._device)
         self.block_size = settings.block_size or BLOCK_SIZE
         self.token_budget = settings.max_num_batched_tokens or TOKEN_BUDGET
         self.prefill_budget = PREFILL_BUDGET
@@ -117,10 +120,18 @@ class CardRunner:
 
     def _load(self, checkpoint: Path, settings: WorkerSettings) -> None:
         config = self.config
-        weights = loading.load(checkpoint, config, settings, self._dtype, self._device)
+        folded = not config.weights_are_fp8  # into e4m3 a gain cannot be folded
+
+        def prepare(name: str, loaded: dict[str, torch.Tensor]) -> None:
+            if folded:
+                fold_norm(name, loaded)
+            if folded and settings.quantization == "fp8":
+                quantize(name, loaded)
+
+        weights = loading.load(checkpoint, config, settings, self._dtype, self._device, prepare)
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        fold_norms(config, weights)
-        self._ops = CardOps(*heads, self._device, folded=True)
+        self._ops = CardOps(*heads, self._device, folded=folded)
+        self._kv_scales = self._stack_kv_scales(weights)
         self._decoder = Decoder(config, weights, self._ops, self.max_model_len)
         rows = self._most_rows + MOST_CHUNKS
         self._sampler = CardSampler(rows, self.vocab_size, self._dtype, self._device)
@@ -138,14 +149,25 @@ class CardRunner:
     def _new_cache(self, blocks: int) -> KvCache:
         config = self.config
         shape = (config.num_layers, blocks, self.block_size, config.num_kv_heads, config.head_dim)
-        return KvCache(
-            *(torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(2))
+        keys, values = (
+            torch.zeros(shape, dtype=self._kv_dtype, device=self._device) for _ in range(2)
         )
+        return KvCache(keys, values, self._kv_scales)
+
+    def _stack_kv_scales(self, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Of an e4m3 cache: [layers, 2, KV heads]; 1 for a layer of which the checkpoint says
+        nothing."""
+        if self._kv_dtype != E4M3:
+            return None
+        layers = range(self.config.num_layers)
+        one = torch.ones(2, self.config.num_kv_heads)
+        found = [weights.get(fp8_weights.kv_scales_of(layer), one) for layer in layers]
+        return torch.stack(found).to(self._device)
 
     def _count_blocks(self, settings: WorkerSettings) -> int:
         """Blocks of the KV pool: what weights, other processes, a full step and the graphs leave of
         the share of the card that we may use."""
-        block_bytes = self.config.kv_bytes(self._dtype.itemsize) * self.block_size
+        block_bytes = self.config.kv_bytes(self._kv_dtype.itemsize) * self.block_size
         if settings.kv_cache_memory_bytes:
             bytes_, limit = settings.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
         else:
@@ -217,4 +239,23 @@ def _check(config: ModelConfig) -> None:
     if head < 16 or head & (head - 1):
         raise ModelError(
             f"--device cuda takes heads of 16, 32, 64, 128 or 256 elements, not of {head}."
+        )
+
+
+def _kv_dtype(config: ModelConfig, settings: WorkerSettings, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values: as the flag says, else as the checkpoint does, else that of all else."""
+    return E4M3 if settings.kv_cache_dtype == "fp8" or config.kv_is_fp8 else dtype
+
+
+def _check_fp8(
+    config: ModelConfig, settings: WorkerSettings, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises ModelError when fp8 is needed of a card that has none."""
+    needed = settings.quantization == "fp8" or config.weights_are_fp8 or kv_dtype == E4M3
+    if not needed or device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        raise ModelError(
+            f"fp8 needs a card of compute capability 8.9 or later; this one has {major}.{minor}."
         )

@@ -34,11 +34,23 @@ def load(
     settings: WorkerSettings,
     dtype: torch.dtype,
     device: torch.device,
+    prepare: weights.Prepare = weights.as_it_is,
 ) -> dict[str, Tensor]:
     """The packed parameters by name, or random ones, for which config.json is enough."""
     if settings.load_format == "dummy":
-        return weights.dummy(config, dtype, device, settings.seed)
-    return weights.load(checkpoint, config, dtype, device, progress=True)
+        return weights.dummy(config, dtype, device, settings.seed, prepare)
+    return weights.load(checkpoint, config, dtype, device, progress=True, prepare=prepare)
+
+
+def refuse_fp8(settings: WorkerSettings, config: ModelConfig | None) -> None:
+    """Raises ModelError where fp8 is asked for, by a flag or a checkpoint, of what has none."""
+    asked = {
+        "--quantization fp8": settings.quantization == "fp8",
+        "--kv-cache-dtype fp8": settings.kv_cache_dtype == "fp8",
+        "config.json: quantization_config": config is not None and config.quantization is not None,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise ModelError(f"{name}: fp8 needs a CUDA card, and a model that generates.")
 
 
 def check_pool(blocks: int, least: int, block_bytes: int, length: int, limit: str) -> None:

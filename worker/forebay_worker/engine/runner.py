@@ -56,6 +56,7 @@ class Runner:
         self._device = torch.device("cpu")
         self._dtype = torch.float32 if settings.dtype == "auto" else dtype_of(settings.dtype)
         self.config: ModelConfig = read_config(checkpoint)
+        loading.refuse_fp8(settings, self.config)
         self.block_size = settings.block_size or BLOCK_SIZE
         self.token_budget = settings.max_num_batched_tokens or TOKEN_BUDGET
         self.prefill_budget = PREFILL_BUDGET

@@ -116,9 +116,13 @@ class ModelFiles:
         return template
 
     def revision(self, dtype: str) -> str:
-        """A hash that differs when answers may: config, dtype, and each weight file's name, size,
+        """A hash that differs when answers may: config, types, and each weight file's name, size,
         header and 64 samples of 4 KiB (finetunes share all but the last)."""
-        digest = sha256(f"{dtype}\n{self._settings.load_format}\n".encode())
+        settings = self._settings
+        digest = sha256(f"{dtype}\n{settings.load_format}\n".encode())
+        for name in ("quantization", "kv_cache_dtype"):
+            asked = getattr(settings, name)
+            digest.update(b"" if asked == "auto" else f"{name} {asked}\n".encode())
         digest.update((self._directory / "config.json").read_bytes())
         if self._settings.load_format == "dummy":
             digest.update(str(self._settings.seed).encode())

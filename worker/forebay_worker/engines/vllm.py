@@ -140,11 +140,13 @@ class VllmEngine(TaskEngine):
             "max_num_batched_tokens": settings.max_num_batched_tokens,
             "block_size": settings.block_size,
             "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+            "quantization": settings.quantization if settings.quantization != "auto" else None,
         }
         arguments: dict[str, Any] = {
             "model": directory,
             "tokenizer": directory,
             "dtype": settings.dtype,
+            "kv_cache_dtype": settings.kv_cache_dtype,
             "load_format": settings.load_format,
             "seed": settings.seed,
             "max_num_seqs": settings.max_num_seqs,

@@ -30,6 +30,15 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantization:
+    """What a checkpoint has, or is meant to have, in e4m3. `scale`: what a `….weight`'s scale is
+    called in its place; None when no weight has one."""
+
+    scale: str | None
+    kv_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes in elements; `max_position` in tokens; `dtype` is the checkpoint's own."""
 
@@ -52,6 +61,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    quantization: Quantization | None = None
 
     @property
     def q_size(self) -> int:
@@ -60,6 +70,14 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def weights_are_fp8(self) -> bool:
+        return self.quantization is not None and self.quantization.scale is not None
+
+    @property
+    def kv_is_fp8(self) -> bool:
+        return self.quantization is not None and self.quantization.kv_cache
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of keys and values per position, over all layers."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from forebay_worker.kernels import reference
+from forebay_worker.kernels import fp8, reference
+from forebay_worker.kernels.fp8 import Fp8
 from forebay_worker.kernels.reference import KvCache, Step
 from forebay_worker.layers import rope
 from forebay_worker.layers.attention import Attention
@@ -22,6 +23,7 @@ from forebay_worker.models.config import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+LAYERS = "model.layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +82,27 @@ def _linear(
         yield Parameter(f"{name}.bias", tuple(f"{part}.bias" for part in parts), sizes)
 
 
-def fold_norms(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """Moves the gains of the layers' norms into the products after them, in place: gain * x @ W^T
-    is x @ (W * gain)^T. The norms' own gains become 1."""
-    for layer in range(config.num_layers):
-        at = f"model.layers.{layer}"
-        for norm, product in (
-            ("input_layernorm", "self_attn.qkv"),
-            ("post_attention_layernorm", "mlp.gate_up"),
-        ):
-            gain = weights[f"{at}.{norm}.weight"]
-            weights[f"{at}.{product}.weight"].mul_(gain)
+_NORMS = {
+    "self_attn.qkv.weight": "input_layernorm.weight",
+    "mlp.gate_up.weight": "post_attention_layernorm.weight",
+}
+"""Products that come after a norm of the layer."""
+
+
+def fold_norm(name: str, weights: Mapping[str, Tensor]) -> None:
+    """If weight `name` comes after a norm, moves the norm's gain into it, in place: gain * x @ W^T
+    is x @ (W * gain)^T. The norm's own gain becomes 1."""
+    for product, norm in _NORMS.items():
+        if name.endswith(product):
+            gain = weights[name.removesuffix(product) + norm]
+            weights[name].mul_(gain)
             gain.fill_(1)
+
+
+def quantize(name: str, weights: dict[str, Tensor]) -> None:
+    """If weight `name` is a matrix of a layer, puts e4m3 and its scales in its place."""
+    if name.startswith(LAYERS) and weights[name].dim() == 2:
+        weights[name], weights[f"{name}_scale"] = fp8.quantize(weights[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +117,8 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, max_model_len: int
     ) -> None:
-        """`weights` holds each of `parameters(config)` by its name, all on one device."""
+        """`weights` holds each of `parameters(config)` by its name, all on one device; beside a
+        `….weight` of e4m3 its `….weight_scale`, as `Fp8` has it."""
         self._embedding = weights[EMBEDDING]
         cos_sin = cos_sin_table(config, max_model_len).to(self._embedding.device)
         self._layers = [
@@ -147,7 +159,9 @@ def _layer(
     config: ModelConfig, weights: Mapping[str, Tensor], at: str, cos_sin: Tensor, ops: Ops
 ) -> Layer:
     def linear(name: str) -> Linear:
-        return Linear(weights[f"{at}.{name}.weight"], weights.get(f"{at}.{name}.bias"), ops)
+        weight, scale = weights[f"{at}.{name}.weight"], weights.get(f"{at}.{name}.weight_scale")
+        bias = weights.get(f"{at}.{name}.bias")
+        return Linear(weight if scale is None else Fp8(weight, scale), bias, ops)
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(weights[f"{at}.{name}.weight"], config.norm_eps)

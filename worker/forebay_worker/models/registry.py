@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from forebay_worker.models import llama, mistral, qwen2, qwen3
 from forebay_worker.models.config import ModelConfig, ModelError, RawConfig
+from forebay_worker.models.quantization import quantization
 
 FAMILIES: dict[str, Callable[[RawConfig], ModelConfig]] = {
     "llama": llama.config,
@@ -29,6 +31,4 @@ def read_config(directory: Path) -> ModelConfig:
     if family not in FAMILIES:
         ours = ", ".join(FAMILIES)
         raise ModelError(f"Model family {family!r} is not supported; supported are: {ours}.")
-    if raw.get("quantization_config"):
-        raise ModelError("config.json: quantized checkpoints are not supported.")
-    return FAMILIES[family](raw)
+    return replace(FAMILIES[family](raw), quantization=quantization(raw))

@@ -15,7 +15,7 @@ import torch
 from forebay_shared.settings import WorkerSettings
 from torch import Tensor
 
-from forebay_worker.engine import weights
+from forebay_worker.engine import loading, weights
 from forebay_worker.engine.loading import dtype_of
 from forebay_worker.engine.threads import physical_cores
 from forebay_worker.kernels import reference
@@ -47,6 +47,7 @@ class TorchVectors:
         self._pool = _POOLS[files.pooling]
         self.token_budget = CARD_TOKENS if card else CPU_TOKENS
         config = _config(checkpoint)
+        loading.refuse_fp8(settings, config if isinstance(config, ModelConfig) else None)
         self.size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.max_model_len = _length(config.max_position, files, settings)
