@@ -2,9 +2,10 @@
 
     PYTHONPATH=worker:shared python3 benchmarks/decode_step.py --out decode_step.csv \
         [--model qwen3-0.6b] [--rows 1,8,32] [--prefill 128,2048] [--profile 1,256]
+        [--quantization fp8] [--kv-cache-dtype fp8]
 
-Random weights of the real shape in bfloat16, greedy, 1,024 positions per decode row: milliseconds
-per replay, the best of three times 64.
+Random weights of the real shape in bfloat16 unless said, greedy, 1,024 positions per decode row:
+milliseconds per replay, the best of three times 64.
 """
 
 import argparse
@@ -25,10 +26,12 @@ from offline import MODELS
 CONTEXT, REPLAYS = 1024, 64
 
 
-def make_runner(model: str, graphs: bool = True) -> CardRunner:
+def make_runner(model: str, graphs: bool = True, **kinds: str) -> CardRunner:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(MODELS[model]))
-        settings = WorkerSettings(device="cuda", load_format="dummy", max_num_batched_tokens=8192)
+        settings = WorkerSettings(
+            device="cuda", load_format="dummy", max_num_batched_tokens=8192, **kinds
+        )
         return CardRunner(Path(name), settings, graphs=graphs)
 
 
@@ -108,10 +111,13 @@ def main() -> None:
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prefill", type=numbers, default=[128, 512, 2048])
     parser.add_argument("--profile", type=numbers, default=[], help="print time by kernel")
+    parser.add_argument("--quantization", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     args = parser.parse_args()
     torch.manual_seed(0)
-    source = provenance()
-    runner = make_runner(args.model)
+    kinds = {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    source = kinds | provenance()
+    runner = make_runner(args.model, **kinds)
     with open(args.out, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "rows", "prefill", "context", "ms_per_step", *source])

@@ -1,7 +1,7 @@
 """Each Triton kernel on the card: time, bytes/s or flop/s, and the share of the measured peak.
 
-    PYTHONPATH=worker python3 benchmarks/kernels.py --out kernels.csv
-    … --sweep attention: every tile shape worth a try, instead of the defaults
+    PYTHONPATH=worker:shared python3 benchmarks/kernels.py --out kernels.csv [--kinds decode,fp8]
+    … --sweep: every tile shape worth a try, instead of the defaults, of attention and of fp8
 
 Inputs are random. A measurement is one CUDA graph of many launches over rotating inputs of 256 MB
 (64 sets at most), so that neither launches nor 60 MB of L2 colour it; the median of 20 replays.
@@ -25,6 +25,7 @@ from forebay_worker.kernels.decode_attention import (
     paged_decode_attention,
     plan_decode,
 )
+from forebay_worker.kernels.fp8 import E4M3
 from forebay_worker.kernels.norm_rope_store import norm_rope_store
 from forebay_worker.kernels.prefill_attention import PrefillConfig, paged_prefill_attention
 from forebay_worker.kernels.rms_norm import rms_norm
@@ -119,12 +120,16 @@ def measure_peak() -> Peak:
 
 
 def make_cache(
-    kv_lens: list[int], kv_heads: int, head_dim: int, block_size: int
+    kv_lens: list[int],
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype = BF16,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """K and V caches and shuffled block tables that hold `kv_lens`."""
     counts = [triton.cdiv(length, block_size) for length in kv_lens]
     shape = (sum(counts), block_size, kv_heads, head_dim)
-    k, v = (torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(shape, device=DEVICE, dtype=BF16).to(dtype) for _ in range(2))
     blocks = torch.randperm(sum(counts), device=DEVICE, dtype=torch.int32)
     tables = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=DEVICE)
     for row, part in enumerate(blocks.split(counts)):
@@ -150,12 +155,19 @@ DECODE_SWEEP = [
 ]
 
 
-def bench_decode(peak: Peak, configs: list[DecodeConfig]) -> Iterator[Row]:
+def scales_of(kv_heads: int, dtype: torch.dtype) -> Tensor | None:
+    return torch.ones(2, kv_heads, device=DEVICE) if dtype == E4M3 else None
+
+
+def bench_decode(
+    peak: Peak, configs: list[DecodeConfig], dtype: torch.dtype = BF16
+) -> Iterator[Row]:
     batches = [[1024] * rows for rows in (1, 8, 32, 64, 128, 256)]
     batches += [[4096] * 32, [32768] + [1024] * 31]
     for (heads, kv_heads), lens in itertools.product([(16, 8), (32, 8)], batches):
-        size = 4 * sum(lens) * kv_heads * 128
-        sets = [make_cache(lens, kv_heads, 128, 128) for _ in range(copies(size))]
+        size = 2 * dtype.itemsize * sum(lens) * kv_heads * 128
+        sets = [make_cache(lens, kv_heads, 128, 128, dtype) for _ in range(copies(size))]
+        scales = scales_of(kv_heads, dtype)
         q = torch.randn(len(lens), heads, 128, device=DEVICE, dtype=BF16)
         out = torch.empty_like(q)
         kv_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
@@ -163,13 +175,17 @@ def bench_decode(peak: Peak, configs: list[DecodeConfig]) -> Iterator[Row]:
             plan = make_plan(len(lens), kv_heads, heads // kv_heads, 128, DEVICE, config)
             plan_decode(plan, kv_lens)
             launches: list[Launch] = [
-                partial(paged_decode_attention, q, k, v, t, kv_lens, plan, 128**-0.5, out)
+                partial(
+                    paged_decode_attention,
+                    *(q, k, v, t, kv_lens, plan, 128**-0.5, out),
+                    kv_scales=scales,
+                )
                 for k, v, t in sets
             ]
             name = f"{len(lens)}x{lens[-1]}" + (f"+{lens[0]}" if lens[0] != lens[-1] else "")
-            yield peak.row(
-                "decode", f"{heads}/{kv_heads} {name}", config, time_launches(launches), size
-            )
+            kind = "decode" if scales is None else "decode e4m3"
+            shape = f"{heads}/{kv_heads} {name}"
+            yield peak.row(kind, shape, config, time_launches(launches), size)
         del sets
 
 
@@ -187,39 +203,30 @@ PREFILL_SWEEP = [
 ]
 
 
-def bench_prefill(peak: Peak, configs: list[PrefillConfig]) -> Iterator[Row]:
+def bench_prefill(
+    peak: Peak, configs: list[PrefillConfig], dtype: torch.dtype = BF16
+) -> Iterator[Row]:
     cases = [(1, 8192, 0), (1, 2048, 0), (8, 2048, 0), (1, 2048, 6144), (16, 128, 0)]
     for (heads, kv_heads), (rows, chunk, prefix) in itertools.product([(16, 8), (32, 8)], cases):
         lens = [chunk + prefix] * rows
-        k, v, tables = make_cache(lens, kv_heads, 128, 128)
+        k, v, tables = make_cache(lens, kv_heads, 128, 128, dtype)
+        scales = scales_of(kv_heads, dtype)
         q = torch.randn(rows * chunk, heads, 128, device=DEVICE, dtype=BF16)
         out = torch.empty_like(q)
         kv_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * chunk
         pairs = rows * (chunk * prefix + chunk * (chunk + 1) / 2)
         flops = 4 * 128 * heads * pairs
-        size = 4 * q.numel() + 4 * sum(lens) * kv_heads * 128
+        size = 4 * q.numel() + 2 * dtype.itemsize * sum(lens) * kv_heads * 128
         shape = f"{heads}/{kv_heads} {rows}x{chunk}" + (f" after {prefix}" if prefix else "")
         for config in configs:
-            seconds = time_launches(
-                [
-                    partial(
-                        paged_prefill_attention,
-                        q,
-                        k,
-                        v,
-                        tables,
-                        kv_lens,
-                        starts,
-                        128**-0.5,
-                        out,
-                        config,
-                    )
-                ]
-                * 4
+            launch = partial(
+                paged_prefill_attention,
+                *(q, k, v, tables, kv_lens, starts, 128**-0.5, out, config, scales),
             )
-            yield peak.row("prefill", shape, config, seconds, size, flops)
-        if not prefix:
+            kind = "prefill" if scales is None else "prefill e4m3"
+            yield peak.row(kind, shape, config, time_launches([launch] * 4), size, flops)
+        if not prefix and dtype == BF16:
             yield from bench_sdpa(peak, rows, chunk, heads, kv_heads, shape, size, flops)
 
 
@@ -369,21 +376,36 @@ def provenance() -> dict[str, str]:
     }
 
 
+def bench_fp8(peak: Peak, sweep: bool) -> Iterator[Row]:
+    import fp8_kernels
+
+    yield from fp8_kernels.bench_few(peak, sweep)
+    yield from fp8_kernels.bench_many(peak, sweep)
+    if not sweep:
+        yield from fp8_kernels.bench_quantize(peak)
+    yield from bench_decode(peak, DECODE_SWEEP if sweep else [DecodeConfig()], E4M3)
+    yield from bench_prefill(peak, PREFILL_SWEEP if sweep else [PrefillConfig()], E4M3)
+
+
 def main() -> None:
+    kinds = "layers,linears,sampling,prefill,decode,fp8"
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", required=True, help="CSV file to write")
-    parser.add_argument("--sweep", choices=["attention"], help="try every tile shape")
+    parser.add_argument("--kinds", default=kinds, help="which, of those of the default")
+    parser.add_argument("--sweep", action="store_true", help="try every tile shape")
     args = parser.parse_args()
     torch.manual_seed(0)
     peak = measure_peak()
     print(f"peak: {peak.bytes_s / 1e12:.2f} TB/s, {peak.flop_s / 1e12:.0f} TFLOP/s", flush=True)
-    rows = itertools.chain(
-        bench_layers(peak),
-        bench_linears(peak),
-        bench_sampling(peak),
-        bench_prefill(peak, PREFILL_SWEEP if args.sweep else [PrefillConfig()]),
-        bench_decode(peak, DECODE_SWEEP if args.sweep else [DecodeConfig()]),
-    )
+    every: dict[str, Callable[[], Iterator[Row]]] = {
+        "layers": partial(bench_layers, peak),
+        "linears": partial(bench_linears, peak),
+        "sampling": partial(bench_sampling, peak),
+        "prefill": partial(bench_prefill, peak, PREFILL_SWEEP if args.sweep else [PrefillConfig()]),
+        "decode": partial(bench_decode, peak, DECODE_SWEEP if args.sweep else [DecodeConfig()]),
+        "fp8": partial(bench_fp8, peak, args.sweep),
+    }
+    rows = itertools.chain.from_iterable(every[kind]() for kind in args.kinds.split(","))
     source = provenance()
     with open(args.out, "w", newline="") as file:
         writer = csv.DictWriter(file, [*Row.__dataclass_fields__, *source])

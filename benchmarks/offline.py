@@ -3,10 +3,11 @@
     PYTHONPATH=worker:shared python3 benchmarks/offline.py --model qwen3-0.6b --out offline.csv \
         --cases decode,mixed
 
-Random weights of the real shape in bfloat16, greedy unless said, end tokens ignored, prefix caching
-off. decode: time of B prompts of 1,024 random ids with 129 new tokens less that with 1, over 128;
-best of two. prefill: 1 new token. mixed: 256 prompts of 100 to 1,024 ids, 100 to 1,024 new tokens
-each. many: 1,024 prompts of 1,024 ids, 128 new tokens each.
+Random weights of the real shape in bfloat16, or as --quantization and --kv-cache-dtype say, greedy
+unless said, end tokens ignored, prefix caching off. decode: time of B prompts of 1,024 random ids
+with 129 new tokens less that with 1, over 128; best of two. prefill: 1 new token. mixed: 256
+prompts of 100 to 1,024 ids, 100 to 1,024 new tokens each. many: 1,024 prompts of 1,024 ids, 128 new
+tokens each.
 """
 
 import argparse
@@ -194,6 +195,8 @@ def main() -> None:
     parser.add_argument("--cases", default="decode,prefill,mixed,many", help="or none: only start")
     parser.add_argument("--rounds", type=int, default=1, help="of each case; medians are written")
     parser.add_argument("--out", required=True, help="CSV file to write")
+    parser.add_argument("--quantization", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     args = parser.parse_args()
@@ -202,6 +205,8 @@ def main() -> None:
     settings = WorkerSettings(
         device="cuda",
         load_format="dummy",
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_num_queued_reqs=4096,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -216,7 +221,8 @@ def main() -> None:
         "mixed": bench.mixed,
         "many": bench.many,
     }
-    source = provenance()
+    kinds = {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    source = kinds | provenance()
     with open(args.out, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "case", "unit", "value", "seconds", "host_us", "rounds", *source])
