@@ -140,6 +140,10 @@ CASES = [
 ]
 
 
+LONG = ("--step-timeout-s", "3600")
+"""One that is stopped for longer than a step may take ends when it goes on; spares wait for long."""
+
+
 @dataclass
 class House:
     """One worker of each model serves; another one is stopped, to take over."""
@@ -153,10 +157,10 @@ class House:
 
     def start(self, model: str) -> Worker:
         if model == "echo":
-            return self.fleet.echo(20.0)
+            return self.fleet.echo(20.0, *LONG)
         return self.fleet.worker(
             str(self.directory), "--served-model-name", "tiny", "--device", "cpu",
-            "--max-model-len", str(MAX_LEN), TEST_PACE_S="0.03",
+            "--max-model-len", str(MAX_LEN), *LONG, TEST_PACE_S="0.03",
         )  # fmt: skip
 
     def set_apart(self, spare: Worker, left: int) -> None:
