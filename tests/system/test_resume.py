@@ -141,7 +141,7 @@ CASES = [
 
 
 LONG = ("--step-timeout-s", "3600")
-"""One that is stopped for longer than a step may take ends when it goes on; spares wait for long."""
+"""One that is stopped for longer than a step may take ends when it goes on; a spare waits long."""
 
 
 @dataclass
