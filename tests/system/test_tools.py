@@ -105,7 +105,7 @@ def test_a_schema_that_cannot_be_enforced_is_a_400_that_names_the_tools(
     server: Serve, client: openai.OpenAI
 ) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
             model=server.model, messages=QUESTION, tools=[tool], tool_choice="required"
