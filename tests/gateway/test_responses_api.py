@@ -100,6 +100,19 @@ def test_thinking_is_an_item_of_its_own(api: Api, group: int) -> None:
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
+@pytest.mark.parametrize("group", [1, 4])
+def test_thinking_comes_back_in_encrypted_content(api: Api, group: int) -> None:
+    """Clients that have nothing stored send that alone, and no text."""
+    says(api, THOUGHT, group=group)
+    assert both(api)["output"][0]["encrypted_content"] is None
+    answer = both(api, include=["reasoning.encrypted_content"], store=False)
+    thought, message = answer["output"]
+    assert thought["content"][0]["text"] == "A greeting 你好."
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": thought["encrypted_content"]}
+    plain(api, input=[{"role": "user", "content": "hi"}, sealed, message])
+    assert "<think>A greeting 你好.</think>Hello.<|im_end|>" in prompt(api)
+
+
 def test_an_answer_without_a_word_is_an_empty_message(api: Api) -> None:
     api.backend.script = lambda job, index: Play([])
     assert both(api)["output"][0]["content"][0]["text"] == ""
@@ -257,6 +270,10 @@ def test_a_format_is_a_grammar_under_this_dialects_name(api: Api) -> None:
         (
             "input[0].encrypted_content",
             {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
+        ),
+        (
+            "input[0].encrypted_content",
+            {"input": [{"type": "reasoning", "encrypted_content": "fb1.é"}]},
         ),
         ("conversation", {"conversation": "conv_1"}),
         ("prompt", {"prompt": {"id": "p"}}),

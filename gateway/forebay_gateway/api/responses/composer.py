@@ -12,6 +12,7 @@ import msgspec
 from forebay_gateway.api.openai.logprobs import ChatLogprobs, TokenEntry
 from forebay_gateway.api.responses.custom import InputReader
 from forebay_gateway.api.responses.items import item_id
+from forebay_gateway.api.responses.sealed import seal
 from forebay_gateway.api.responses.shapes import (
     CallItem,
     CustomCallItem,
@@ -61,7 +62,8 @@ def _event(kind: str, sequence: int, members: bytes) -> bytes:
 
 class Composer:
     """One response's output in the making. `logprobs` lists the tokens, where they are wanted;
-    `callees` are the client's tools by the names of the functions that they are for the model.
+    `callees` are the client's tools by the names of the functions that they are for the model;
+    `seals`: reasoning has its `encrypted_content`.
 
     `sequence` is the number of the next event.
     """
@@ -71,8 +73,11 @@ class Composer:
         response_id: str,
         logprobs: ChatLogprobs | None = None,
         callees: Mapping[str, Callee] = {},
+        *,
+        seals: bool = False,
     ) -> None:
         self._response_id = response_id
+        self._seals = seals
         self._logprobs = logprobs
         self._callees = callees
         self._input = InputReader()
@@ -243,8 +248,12 @@ class Composer:
                 item.arguments += text
             case CustomCallItem():
                 item.input += text
-            case _:
+            case MessageItem():
                 item.content[0].text += text
+            case ReasoningItem():
+                item.content[0].text += text
+                if self._seals:
+                    item.encrypted_content = seal(item.content[0].text)
 
     def _part_event(self, kind: str, part: OutputText | ReasoningText) -> bytes:
         members = b'%b,"content_index":0,"part":%b' % (self._place, encode(part))

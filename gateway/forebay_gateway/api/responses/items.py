@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from forebay_gateway.api.openai.schema import FunctionCall, Message, ToolCall
 from forebay_gateway.api.responses.custom import as_arguments
 from forebay_gateway.api.responses.schema import Item, Part
+from forebay_gateway.api.responses.sealed import unseal
 from forebay_gateway.api.responses.tools import flat_name
 
 MAX_ITEMS = 65_536
@@ -146,10 +147,13 @@ def _reasoning(item: Item, at: str) -> Item:
     content = _parts(item.content or [], "reasoning_text", f"{at}.content")
     summary = _parts(item.summary or [], "summary_text", f"{at}.summary")
     if item.encrypted_content is not None and not content:
-        raise UnsupportedError(
-            f"{at}.encrypted_content cannot be read here; send the content of the item.",
-            param=f"{at}.encrypted_content",
-        )
+        text = unseal(item.encrypted_content)
+        if text is None:
+            raise UnsupportedError(
+                f"{at}.encrypted_content cannot be read here; send the content of the item.",
+                param=f"{at}.encrypted_content",
+            )
+        content = [Part("reasoning_text", text)]
     return Item(type=item.type, content=content, summary=summary)
 
 

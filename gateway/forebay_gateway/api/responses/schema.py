@@ -22,14 +22,15 @@ MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 
 _LOGPROBS = "message.output_text.logprobs"
+_SEALED = "reasoning.encrypted_content"
 _INCLUDABLE = frozenset(
     {
         _LOGPROBS,
+        _SEALED,
         "code_interpreter_call.outputs",
         "computer_call_output.output.image_url",
         "file_search_call.results",
         "message.input_image.image_url",
-        "reasoning.encrypted_content",
         "web_search_call.action.sources",
         "web_search_call.results",
     }
@@ -242,6 +243,11 @@ class ResponsesRequest(Elsewhere, frozen=True, kw_only=True):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+    @property
+    def wants_sealed(self) -> bool:
+        """Reasoning comes with what can be sent back in its place."""
+        return _SEALED in (self.include or ())
 
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)

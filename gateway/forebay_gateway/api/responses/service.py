@@ -75,7 +75,9 @@ class ResponsesService:
         toolbox = Toolbox(request.tools or ())
         if toolbox.left_out:
             caller.headers.append(warning(_LEFT_OUT))
-        writer = ResponseWriter(response, _logprobs(turn), toolbox.callees)
+        writer = ResponseWriter(
+            response, _logprobs(turn), toolbox.callees, seals=request.wants_sealed
+        )
         transcript = self._turns.run(
             turn.request, [turn.job], turn.reading, by_token=turn.logprobs is not None
         )

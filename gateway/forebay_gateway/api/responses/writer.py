@@ -27,7 +27,7 @@ from forebay_gateway.parts import Collected
 
 class ResponseWriter:
     """`response` is the response as it is now: the events of its life hold copies of it. `callees`
-    are as the composer's."""
+    and `seals` are as the composer's."""
 
     running_usage = False
     sign_of_life = COMMENT
@@ -37,9 +37,11 @@ class ResponseWriter:
         response: Response,
         logprobs: ChatLogprobs | None = None,
         callees: Mapping[str, Callee] = {},
+        *,
+        seals: bool = False,
     ) -> None:
         self.response = response
-        self._composer = Composer(response.id, logprobs, callees)
+        self._composer = Composer(response.id, logprobs, callees, seals=seals)
         self._cut = False
 
     def opening(self, size: int, usage: Usage) -> bytes:
