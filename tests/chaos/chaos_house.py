@@ -170,7 +170,7 @@ class House:
                 tokens.update(admin.call("POST", "apply", _DOCUMENT)["tokens"])
             return bool(tokens)
 
-        until(made, 30)
+        until(made)
         for gateway in self.gateways:
             for token in tokens.values():
                 until(lambda g=gateway, t=token: _opens(g, t))
