@@ -1,6 +1,7 @@
 """Kernel tests run on the card when there is one, else under Triton's interpreter on the CPU."""
 
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +22,20 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after another, so a runner starts a few; a card, all."""
+    if torch.cuda.is_available():
+        return
+    from forebay_worker.engine import card_sampling
+    from forebay_worker.kernels import card, decode_attention, sampling
+
+    config = decode_attention.DEFAULT._replace(programs=6)
+    monkeypatch.setattr(card, "config_for", lambda rows: config)
+    few = partial(sampling.make_scratch, programs=8)
+    monkeypatch.setattr(card_sampling, "make_scratch", few)
 
 
 @pytest.fixture(autouse=True, scope="session")

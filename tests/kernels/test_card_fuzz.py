@@ -3,20 +3,17 @@
 On a card ten thousand steps; in Triton's interpreter, which takes seconds for one, a few.
 """
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from forebay_shared.settings import WorkerSettings
-from forebay_worker.engine import card_sampling
 from forebay_worker.engine.card_runner import CardRunner
 from forebay_worker.engine.grammar import Grammars
-from forebay_worker.kernels import card
-from forebay_worker.kernels.decode_attention import DEFAULT
-from forebay_worker.kernels.sampling import make_scratch
 from fuzz_house import EOS, Fuzz
 from tiny_house import VOCAB, make_directory
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 ON_CARD = torch.cuda.is_available()
 BLOCKS, SEATS = (40, 24) if ON_CARD else (12, 3)
@@ -29,15 +26,6 @@ SETTINGS = WorkerSettings(
     kv_cache_memory_bytes=2 * 2 * 2 * 16 * 4 * 64 * BLOCKS,
     debug_poison_freed_blocks=True,
 )
-
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one program after another: a few do."""
-    if not ON_CARD:
-        config = DEFAULT._replace(programs=6)
-        monkeypatch.setattr(card, "config_for", lambda rows: config)
-        monkeypatch.setattr(card_sampling, "make_scratch", partial(make_scratch, programs=8))
 
 
 def test_random_clients_over_a_cache_of_nan(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ Without a card the same kernels run in Triton's interpreter, without graphs and 
 """
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,18 @@ import pytest
 import torch
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
-from forebay_worker.engine import card_sampling, devices, loading
+from forebay_worker.engine import devices, loading
 from forebay_worker.engine.batch import Sampled, ScheduledRow
 from forebay_worker.engine.card_runner import CardRunner
 from forebay_worker.engine.noise import gumbel
-from forebay_worker.kernels import card, reference
-from forebay_worker.kernels.decode_attention import DEFAULT
+from forebay_worker.kernels import reference
 from forebay_worker.kernels.reference import KvCache, Step
-from forebay_worker.kernels.sampling import make_scratch
 from forebay_worker.models.config import ModelError
 from forebay_worker.models.decoder import Decoder
 from forebay_worker.models.registry import read_config
 from kernel_house import make_sequence
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 ON_CARD = torch.cuda.is_available()
 VOCAB, BLOCK, BLOCKS = 320, 64, 24
@@ -56,15 +55,6 @@ MIXED = (
     SamplingParams(temperature=0.7, min_p=0.05),
     SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=2),
 )
-
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one program after another: a few do."""
-    if not ON_CARD:
-        config = DEFAULT._replace(programs=6)
-        monkeypatch.setattr(card, "config_for", lambda rows: config)
-        monkeypatch.setattr(card_sampling, "make_scratch", partial(make_scratch, programs=8))
 
 
 def settings(dtype: str) -> WorkerSettings:

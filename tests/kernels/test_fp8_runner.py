@@ -5,7 +5,6 @@ Without a card the same kernels run in Triton's interpreter, in float32.
 """
 
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,20 @@ import torch
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import TokenLogprobs
-from forebay_worker.engine import card_sampling, fp8_weights, loading
+from forebay_worker.engine import fp8_weights, loading
 from forebay_worker.engine.batch import ScheduledRow, flatten
 from forebay_worker.engine.card_runner import CardRunner
 from forebay_worker.engine.runner import _to_device
-from forebay_worker.kernels import card, reference
-from forebay_worker.kernels.decode_attention import DEFAULT
+from forebay_worker.kernels import reference
 from forebay_worker.kernels.fp8 import E4M3, Fp8
 from forebay_worker.kernels.reference import KvCache
-from forebay_worker.kernels.sampling import make_scratch
 from forebay_worker.models.config import ModelError
 from forebay_worker.models.decoder import Decoder, fold_norm, quantize
 from forebay_worker.models.registry import read_config
 from fp8_checkpoints import compress, write_plain
 from kernel_house import make_sequence
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 ON_CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
@@ -64,15 +61,6 @@ if ON_CARD:
         ("tensor", SCALES),
         ("fine_grained", None),
     ]
-
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one program after another: a few do."""
-    if not ON_CARD:
-        config = DEFAULT._replace(programs=6)
-        monkeypatch.setattr(card, "config_for", lambda rows: config)
-        monkeypatch.setattr(card_sampling, "make_scratch", partial(make_scratch, programs=8))
 
 
 def _family(model: dict[str, Any]) -> str:
