@@ -44,7 +44,8 @@ def session_redis() -> Iterator[RedisServer]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Tiny"]:
     """One server on a small random model for all tests that want the whole product."""
-    from tiny_house import MAX_LEN, MODEL, Tiny, make_directory
+    from tiny_checkpoint import MAX_LEN, MODEL, make_directory
+    from tiny_house import Tiny
 
     home = make_directory(tmp_path_factory.mktemp("tiny"))
     with starting() as start:

@@ -16,7 +16,7 @@ from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.grammar import Grammars
 from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.ports import Runner
-from tiny_house import VOCAB
+from tiny_checkpoint import VOCAB
 
 EOS = 2
 Outcome = dict[Any, Any]

@@ -5,7 +5,7 @@ docs/compatibility.md tells of them; `gateway/test_parameters.py` shows that it 
 
 from typing import Literal, NamedTuple
 
-from tiny_house import MAX_LEN
+from tiny_checkpoint import MAX_LEN
 
 Where = Literal["chat", "text", "both"]
 

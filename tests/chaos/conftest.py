@@ -88,7 +88,7 @@ def house(echo_keeper: Keeper, module_redis: RedisServer) -> House:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_house import make_directory
+    from tiny_checkpoint import make_directory
 
     return make_directory(tmp_path_factory.mktemp("tiny"))
 

@@ -35,7 +35,7 @@ from load import Load, Outcome
 from redis_house import redis_running
 from requests_mix import Ask, TinyMix, echo_mix
 from serve_house import until
-from tiny_house import make_directory
+from tiny_checkpoint import make_directory
 
 SAMPLE_S = 5.0
 FAULT_S = 60.0

@@ -13,16 +13,7 @@ from forebay_gateway.api.answers import EARLY_S
 from forebay_gateway.server import MAX_HEADERS
 from forebay_shared.errors import EngineError, NoWorkerError
 from forebay_shared.settings import GatewaySettings, Secret
-from gateway_fakes import (
-    ANSWER,
-    MODEL,
-    Api,
-    Play,
-    exchange,
-    request_bytes,
-    running_api,
-    wait_until,
-)
+from gateway_fakes import ANSWER, MODEL, Api, Play, exchange, request_bytes, running_api, wait_until
 from patience import PATIENCE_S, within
 from transcripts import check_answer, check_error, check_stream
 

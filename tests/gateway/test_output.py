@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 from forebay_gateway.output import Output, OutputOptions, StopMatcher, Vocabulary
-from gateway_fakes import SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_house import SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer
 from tokenizers import Tokenizer, models
 
 TEXT = st.text(

@@ -10,7 +10,8 @@ import pytest
 from forebay_gateway.api.openai.refused import Refused
 from forebay_gateway.api.openai.schema import ChatRequest, CompletionRequest
 from parameter_decisions import DECISIONS, NOT_OF_TEXTS, Decision
-from tiny_house import MAX_LEN, VOCAB, Tiny, mean
+from tiny_checkpoint import MAX_LEN, VOCAB
+from tiny_house import Tiny, mean
 
 FIELDS = {"chat": ChatRequest.__struct_fields__, "text": CompletionRequest.__struct_fields__}
 CASES = [

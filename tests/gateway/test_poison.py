@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from gateway_fakes import SPECIALS
 from poison_ward import Ward
-from tiny_house import MAX_LEN, MODEL, TOKENIZER, VOCAB, Tiny
+from tiny_checkpoint import MAX_LEN, MODEL, TOKENIZER, VOCAB
+from tiny_house import Tiny
+from tokenizer_house import SPECIALS
 
 MILLION = 10**6
 CHAT, TEXT, RESPONSES = "/chat/completions", "/completions", "/responses"

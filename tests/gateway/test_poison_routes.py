@@ -8,7 +8,8 @@ import pytest
 from patience import PATIENCE_S
 from poison_ward import Ward
 from serve_house import starting
-from tiny_house import MODEL, VOCAB, Tiny
+from tiny_checkpoint import MODEL, VOCAB
+from tiny_house import Tiny
 
 MILLION = 10**6
 EMBEDDER = "echo-embed"

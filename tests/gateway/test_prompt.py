@@ -11,15 +11,10 @@ from forebay_gateway.prompt import Renderer, TemplateOptions
 from forebay_gateway.renderers import INLINE_CHARS, MAX_BORROWED, MAX_RENDERERS, Renderers
 from forebay_shared.errors import BusError, ContextLengthError, InvalidRequestError
 from forebay_shared.models import CAP_TEXT, ModelCard
-from gateway_fakes import (
-    SPECIALS,
-    TEMPLATE,
-    ScriptedBackend,
-    byte_level_tokenizer,
-    sentencepiece_tokenizer,
-)
+from gateway_fakes import TEMPLATE, ScriptedBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_house import SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 

@@ -16,8 +16,8 @@ from forebay_gateway.tools.registry import BUILT_IN
 from forebay_shared.errors import InvalidRequestError
 from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar
 from forebay_worker.engine.grammar_check import _Bytes, check, translate
-from gateway_fakes import byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
+from tokenizer_house import byte_level_tokenizer
 
 TOOLS = (
     Tool(

@@ -11,7 +11,7 @@ from forebay_gateway.speech import Speech
 from forebay_gateway.tools.base import Tool
 from forebay_gateway.tools.registry import BUILT_IN
 from forebay_shared.models import ModelCard
-from gateway_fakes import byte_level_tokenizer, sentencepiece_tokenizer
+from tokenizer_house import byte_level_tokenizer, sentencepiece_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
 CALL = {

@@ -11,7 +11,7 @@ from forebay_shared.settings import WorkerSettings
 from forebay_worker.engine.card_runner import CardRunner
 from forebay_worker.engine.grammar import Grammars
 from fuzz_house import EOS, Fuzz
-from tiny_house import VOCAB, make_directory
+from tiny_checkpoint import VOCAB, make_directory
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 

@@ -21,7 +21,7 @@ from patience import PATIENCE_S, START_S
 from redis_house import redis_running
 from response_transcripts import check_events, check_response, without_identity
 from serve_house import until
-from tiny_house import MAX_LEN, make_directory
+from tiny_checkpoint import MAX_LEN, make_directory
 from transcripts import check_answer, check_stream
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos]

@@ -8,7 +8,7 @@ from forebay_worker.engine import runner
 from forebay_worker.engine.grammar import Grammars
 from forebay_worker.engine.runner import Runner
 from fuzz_house import EOS, Fuzz
-from tiny_house import VOCAB, make_directory
+from tiny_checkpoint import VOCAB, make_directory
 
 SETTINGS = WorkerSettings(
     block_size=8,

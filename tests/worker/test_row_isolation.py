@@ -16,7 +16,7 @@ from forebay_worker.engine.runner import Runner
 from fuzz_house import EOS, Outcome, note
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_house import TOKENIZER, VOCAB, make_directory
+from tiny_checkpoint import TOKENIZER, VOCAB, make_directory
 
 WORDS = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in ("The fox", " dog", "a")]
 prompts = st.sampled_from(
