@@ -11,13 +11,18 @@ import torch
 from forebay_worker.kernels import fp8
 from forebay_worker.kernels.fp8 import GROUP, Fp8
 from forebay_worker.kernels.fp8_linear import Fp8Config, fp8_linear, own_fp8_linear
-from forebay_worker.kernels.linear_table import _config
+from forebay_worker.kernels.linear_table import _e4m3_config, _widened_config
 from forebay_worker.kernels.quantize import quantize, rms_norm_quantize, silu_mul_quantize
-from forebay_worker.kernels.small_linear import LinearConfig, make_scratch, small_linear
+from forebay_worker.kernels.small_linear import (
+    MOST_E4M3_ROWS,
+    LinearConfig,
+    make_scratch,
+    small_linear,
+)
 from kernels import BF16, DEVICE, LINEARS, Launch, Peak, Row, copies, time_launches
 from torch.nn import functional
 
-FEW, MANY = (1, 8, 32, 64), (128, 1024, 8192)
+FEW, MORE, MANY = (1, 8, 16), (32, 64, 128), (128, 1024, 8192)
 FEW_SWEEP = [
     LinearConfig(tile_n, tile_k, splits, warps, stages)
     for tile_n, tile_k, warps, stages in [
@@ -29,6 +34,20 @@ FEW_SWEEP = [
         (64, 256, 4, 3),
         (64, 256, 8, 3),
         (128, 128, 8, 4),
+    ]
+    for splits in (1, 2, 4)
+]
+MORE_SWEEP = [
+    LinearConfig(tile_n, 128, splits, warps, stages)
+    for tile_n, warps, stages in [
+        (32, 4, 6),
+        (32, 4, 8),
+        (64, 4, 4),
+        (64, 4, 5),
+        (64, 4, 7),
+        (64, 8, 5),
+        (128, 4, 4),
+        (128, 8, 4),
     ]
     for splits in (1, 2, 4)
 ]
@@ -62,7 +81,7 @@ def bench_few(peak: Peak, sweep: bool) -> Iterator[Row]:
             x = torch.randn(rows, depth, device=DEVICE, dtype=BF16)
             out = torch.empty(rows, columns, device=DEVICE, dtype=BF16)
             shape = f"{rows}x{depth}->{columns}"
-            for config in FEW_SWEEP if sweep else [_config(columns, depth)]:
+            for config in FEW_SWEEP if sweep else [_widened_config(columns)]:
                 if grouped and GROUP % config.tile_k:
                     continue
                 scratch = make_scratch(columns, config, DEVICE)
@@ -78,6 +97,28 @@ def bench_few(peak: Peak, sweep: bool) -> Iterator[Row]:
 
 def _both(x: torch.Tensor, weight: Fp8) -> torch.Tensor:
     return fp8_linear(quantize(x), weight, None, BF16)
+
+
+def bench_more(peak: Peak, sweep: bool) -> Iterator[Row]:
+    """Rows that are e4m3 too, still bound by the bytes of the weight."""
+    for (columns, depth), grouped in itertools.product(LINEARS, (False, True)):
+        size = columns * depth
+        weights = [weight_of(columns, depth, grouped=grouped) for _ in range(copies(size))]
+        kind = "e4m3 both by groups" if grouped else "e4m3 both"
+        for rows in MORE:
+            x = quantize(torch.randn(rows, depth, device=DEVICE, dtype=BF16))
+            out = torch.empty(rows, columns, device=DEVICE, dtype=BF16)
+            shape = f"{rows}x{depth}->{columns}"
+            for config in MORE_SWEEP if sweep else [_e4m3_config(columns, grouped=grouped)]:
+                scratch = make_scratch(columns, config, DEVICE, MOST_E4M3_ROWS)
+                launches: list[Launch] = [
+                    partial(small_linear, x, w, out, scratch, config) for w in weights
+                ]
+                seconds = time_launches(launches)
+                yield peak.row(f"small_linear {kind}", shape, config, seconds, size)
+            if not grouped and not sweep:
+                theirs: list[Launch] = [partial(fp8_linear, x, w, None, BF16) for w in weights]
+                yield peak.row("cublas", shape, "e4m3", time_launches(theirs), size)
 
 
 def bench_many(peak: Peak, sweep: bool) -> Iterator[Row]:

@@ -27,7 +27,11 @@ from forebay_worker.kernels.decode_attention import (
 )
 from forebay_worker.kernels.fp8 import E4M3
 from forebay_worker.kernels.norm_rope_store import norm_rope_store
-from forebay_worker.kernels.prefill_attention import PrefillConfig, paged_prefill_attention
+from forebay_worker.kernels.prefill_attention import (
+    DEFAULT_E4M3,
+    PrefillConfig,
+    paged_prefill_attention,
+)
 from forebay_worker.kernels.rms_norm import rms_norm
 from forebay_worker.kernels.sampling import SamplingRows, make_scratch, sample
 from forebay_worker.kernels.silu_mul import silu_mul
@@ -148,6 +152,7 @@ DECODE_SWEEP = [
         (64, 4, 7),
         (64, 8, 5),
         (128, 4, 3),
+        (128, 4, 5),
         (128, 8, 3),
         (128, 8, 5),
     ]
@@ -196,8 +201,10 @@ PREFILL_SWEEP = [
     PrefillConfig(128, 64, 8, 5, False),
     PrefillConfig(128, 128, 8, 3, True),
     PrefillConfig(128, 128, 8, 2, False),
+    PrefillConfig(128, 64, 4, 5, True),
     PrefillConfig(64, 64, 4, 3, True),
     PrefillConfig(64, 128, 4, 3, True),
+    PrefillConfig(64, 128, 4, 5, True),
     PrefillConfig(256, 64, 8, 3, True),
     PrefillConfig(256, 64, 16, 3, True),
 ]
@@ -380,11 +387,12 @@ def bench_fp8(peak: Peak, sweep: bool) -> Iterator[Row]:
     import fp8_kernels
 
     yield from fp8_kernels.bench_few(peak, sweep)
+    yield from fp8_kernels.bench_more(peak, sweep)
     yield from fp8_kernels.bench_many(peak, sweep)
     if not sweep:
         yield from fp8_kernels.bench_quantize(peak)
     yield from bench_decode(peak, DECODE_SWEEP if sweep else [DecodeConfig()], E4M3)
-    yield from bench_prefill(peak, PREFILL_SWEEP if sweep else [PrefillConfig()], E4M3)
+    yield from bench_prefill(peak, PREFILL_SWEEP if sweep else [DEFAULT_E4M3], E4M3)
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     from forebay_worker.kernels import card, decode_attention, sampling
 
     config = decode_attention.DEFAULT._replace(programs=6)
-    monkeypatch.setattr(card, "config_for", lambda rows: config)
+    monkeypatch.setattr(card, "config_for", lambda rows, *, e4m3: config)
     few = partial(sampling.make_scratch, programs=8)
     monkeypatch.setattr(card_sampling, "make_scratch", few)
 

@@ -18,6 +18,7 @@ from forebay_worker.kernels.prefill_attention import PrefillConfig, paged_prefil
 from forebay_worker.kernels.quantize import quantize, rms_norm_quantize, silu_mul_quantize
 from forebay_worker.kernels.reference import KvCache, Step
 from forebay_worker.kernels.small_linear import (
+    MOST_E4M3_ROWS,
     LinearConfig,
     Norm,
     make_scratch,
@@ -158,6 +159,28 @@ def test_a_product_of_two_e4m3_matrices(
     assert relative_error(found, ref + bias.double()) < max(TOLERANCE[dtype], 2e-3 * ON_CARD)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("rows", "splits"), [(17, 1), (64, 3), (100, 2)])
+def test_a_product_of_few_e4m3_rows(
+    dtype: torch.dtype, grouped: bool, rows: int, splits: int, device: torch.device
+) -> None:
+    x = quantize(torch.randn(rows, 200, device=device))
+    weight = weight_of(72, 200, device, grouped=grouped)
+    ref = product(fp8.dequantize(x, torch.float64), weight)
+    config = LinearConfig(tile_n=32, tile_k=64, splits=splits)
+    scratch = make_scratch(72, config, device, MOST_E4M3_ROWS)
+    near = max(TOLERANCE[dtype], 2e-3 * ON_CARD)
+    for _ in range(2):
+        out = torch.full((rows, 72), torch.nan, dtype=dtype, device=device)
+        small_linear(x, weight, out, scratch, config)
+        assert relative_error(out, ref) < near
+    residual = torch.randn(rows, 72, device=device).to(dtype)
+    total = residual.double() + ref
+    added = small_linear(x, weight, residual, scratch, config, add=True)
+    assert relative_error(added, total) < near
+
+
 @pytest.mark.skipif(not ON_CARD, reason="cuBLAS needs a card")
 @pytest.mark.parametrize("rows", [65, 128, 1000])
 def test_sums_of_long_rows_stay_exact_on_the_card(rows: int, device: torch.device) -> None:
@@ -204,7 +227,8 @@ def test_keys_and_values_are_stored_by_their_heads_scales(
         torch.cat((positions, positions[:1])), torch.cat((slots, torch.full_like(slots[:1], -1))),
         cos_sin, heads, kv_scales=scales,
     )  # fmt: skip
-    assert torch.allclose(q[:5].float(), wanted_q.float(), rtol=2e-2, atol=2e-2)
+    for found, wanted in zip(q[:5], wanted_q, strict=True):  # a sum of large numbers may be small
+        assert relative_error(found, wanted) < max(TOLERANCE[dtype], 1e-3)
     for side, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
         found, wanted = side.float(), other.float()
         assert torch.equal(found.isnan(), wanted.isnan())

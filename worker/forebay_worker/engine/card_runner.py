@@ -130,7 +130,7 @@ class CardRunner:
 
         weights = loading.load(checkpoint, config, settings, self._dtype, self._device, prepare)
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        self._ops = CardOps(*heads, self._device, folded=folded)
+        self._ops = CardOps(*heads, self._device, folded=folded, e4m3_cache=self._kv_dtype == E4M3)
         self._kv_scales = self._stack_kv_scales(weights)
         self._decoder = Decoder(config, weights, self._ops, self.max_model_len)
         rows = self._most_rows + MOST_CHUNKS

@@ -9,6 +9,7 @@ shape, with rows that read and write no KV. It knows shapes and tensors, no sequ
 from collections.abc import Callable
 
 import torch
+from forebay_shared import collector
 from torch import Tensor
 
 from forebay_worker.engine.batch import IntArray
@@ -87,15 +88,16 @@ class CardSteps:
         pool = torch.cuda.graph_pool_handle()
         decodes = [StepShape(size) for size in decode_sizes(most_rows)]
         mixed = mixed_shapes(most_rows, most_tokens)
-        for shape in sorted((*decodes, *mixed), key=lambda each: -sum(each[:2])):
-            layout = shape.layout
-            arrays = self._staging.tensors(layout)
-            self._compute(shape, arrays)  # compiles what this shape needs
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._compute(shape, arrays)
-            self._graphs[shape] = layout, graph.replay
+        with collector.held():  # what is freed on the card while a graph is captured spoils it
+            for shape in sorted((*decodes, *mixed), key=lambda each: -sum(each[:2])):
+                layout = shape.layout
+                arrays = self._staging.tensors(layout)
+                self._compute(shape, arrays)  # compiles what this shape needs
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    self._compute(shape, arrays)
+                self._graphs[shape] = layout, graph.replay
         self._decode_shapes, self._mixed_shapes = decodes, mixed
 
     def shape(self, decodes: int, tokens: int, chunks: int) -> StepShape:

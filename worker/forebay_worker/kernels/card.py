@@ -51,6 +51,7 @@ class CardOps:
         device: torch.device,
         *,
         folded: bool = False,
+        e4m3_cache: bool = False,
     ) -> None:
         """`folded`: the gains of the layers' norms are in the weights, as `decoder.fold_norm`
         puts them there."""
@@ -59,6 +60,7 @@ class CardOps:
         self._head_dim = head_dim
         self._device = device
         self.folded = folded
+        self._e4m3_cache = e4m3_cache
         self._plans: dict[int, DecodePlan] = {}
         self.products = LinearTable(device)
         self._squares: dict[int, Tensor] = {}
@@ -88,7 +90,7 @@ class CardOps:
             product = small_linear(normed, weight, out, *choice, norm=norm)
             return product if bias is None else product.add_(bias)
         if isinstance(weight, Fp8):
-            return fp8_linear(rms_norm_quantize(x, gain, eps), weight, bias, x.dtype)
+            return self._e4m3_linear(rms_norm_quantize(x, gain, eps), weight, bias, x.dtype)
         x = rms_norm(x, gain, eps)
         if out is not None:
             return torch.mm(x, weight.t(), out=out)
@@ -124,11 +126,26 @@ class CardOps:
         if choice is not None:
             return self._add_own(x, weight, bias, residual, *choice)
         if isinstance(weight, Fp8):
-            x = x if isinstance(x, Fp8) else quantize(x)
-            return residual.add_(fp8_linear(x, weight, bias, residual.dtype))
+            return self._add_e4m3(x if isinstance(x, Fp8) else quantize(x), weight, bias, residual)
         if bias is not None:
             return residual.add_(functional.linear(x, weight, bias))
         return torch.addmm(residual, x, weight.t(), out=residual)
+
+    def _e4m3_linear(self, x: Fp8, weight: Fp8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """x @ weight^T + bias in `dtype`."""
+        choice = self.products.find_e4m3(len(x), weight)
+        if choice is None:
+            return fp8_linear(x, weight, bias, dtype)
+        out = torch.empty((len(x), len(weight)), dtype=dtype, device=self._device)
+        product = small_linear(x, weight, out, choice.scratch, choice.config)
+        return product if bias is None else product.add_(bias)
+
+    def _add_e4m3(self, x: Fp8, weight: Fp8, bias: Tensor | None, residual: Tensor) -> Tensor:
+        choice = self.products.find_e4m3(len(x), weight)
+        if choice is None:
+            return residual.add_(fp8_linear(x, weight, bias, residual.dtype))
+        small_linear(x, weight, residual, choice.scratch, choice.config, add=True)
+        return residual if bias is None else residual.add_(bias)
 
     def _add_own(
         self,
@@ -219,8 +236,9 @@ class CardOps:
         size = triton.next_power_of_2(rows)
         plan = self._plans.get(size)
         if plan is None:
+            config = config_for(size, e4m3=self._e4m3_cache)
             plan = make_plan(
-                size, self._kv_heads, self._group, self._head_dim, self._device, config_for(size)
+                size, self._kv_heads, self._group, self._head_dim, self._device, config
             )
             self._plans[size] = plan
         return plan

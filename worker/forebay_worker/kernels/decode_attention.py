@@ -53,9 +53,13 @@ or 32/8 heads of 128: 16 rows 22.9 -> 21.4 us, 32 rows 40.4 -> 38.7, 64 rows 78 
 on all are within 2 %."""
 
 
-def config_for(rows: int) -> DecodeConfig:
+_BY_ROWS_E4M3 = {32: DecodeConfig(128, 4, 5, 264)}
+"""The same of fourteen over an e4m3 cache: 32 rows 43 -> 31 us, at 4,096 positions 160 -> 101."""
+
+
+def config_for(rows: int, *, e4m3: bool = False) -> DecodeConfig:
     """The shape for a plan of `rows` rows, a power of two."""
-    return _BY_ROWS.get(rows, DEFAULT)
+    return (_BY_ROWS_E4M3 if e4m3 else _BY_ROWS).get(rows, DEFAULT)
 
 
 class DecodePlan(NamedTuple):

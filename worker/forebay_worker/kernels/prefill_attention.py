@@ -41,6 +41,9 @@ class PrefillConfig(NamedTuple):
 
 
 DEFAULT = PrefillConfig()
+DEFAULT_E4M3 = PrefillConfig(tile_m=128)
+"""Best of ten over an e4m3 cache: at 32/8 heads 8 x 2,048 259 -> 298 TFLOP/s, 1 x 8,192 294 -> 334,
+since twice as many rows use what has been widened."""
 
 
 @triton.jit
@@ -189,7 +192,7 @@ def paged_prefill_attention(
     starts: Tensor,
     scale: float,
     out: Tensor,
-    config: PrefillConfig = DEFAULT,
+    config: PrefillConfig | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention output of T tokens in R rows, written to `out`; their KV is already in the cache.
@@ -204,6 +207,7 @@ def paged_prefill_attention(
         out: [T, query heads, D], contiguous in its last two dimensions.
         kv_scales: [2, KV heads] float32, contiguous, of an e4m3 cache's keys and values.
     """
+    config = config or (DEFAULT if kv_scales is None else DEFAULT_E4M3)
     tokens, heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     rows = kv_lens.shape[0]

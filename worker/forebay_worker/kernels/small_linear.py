@@ -2,10 +2,10 @@
 
     out[m, n] = sum over k of x[m, k] * weight[n, k]
 
-A decode step multiplies 1 to 64 rows by every weight. The rows fill one tile, and the weight is cut
-along n and along k into enough programs to keep the whole card loading. The programs of an n tile
-leave float32 partial sums; the one that arrives last adds them in order, so the result does not
-depend on who that is.
+A decode step multiplies 1 to 64 rows by every weight, of e4m3 up to 128. The rows fill one tile,
+and the weight is cut along n and along k into enough programs to keep the whole card loading. The
+programs of an n tile leave float32 partial sums; the one that arrives last adds them in order, so
+the result does not depend on who that is.
 
 What stands before and after a product in a layer is done on the way, since a launch alone costs
 some 2 us, as much as such a product:
@@ -16,7 +16,8 @@ some 2 us, as much as such a product:
     gate: weight holds the gate's rows and then those of up:  out = silu(gate) * up
 
 A weight may be e4m3, half the bytes: it is widened to x's type, which holds each e4m3 number
-exactly, and its scales multiply the sums.
+exactly, and its scales multiply the sums. Where x is e4m3 too, nothing is widened, and sums are on
+two levels as in `fp8_linear`.
 """
 
 from typing import NamedTuple
@@ -31,6 +32,9 @@ from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
 from forebay_worker.kernels.widen import widen
 
 MOST_ROWS = 64
+MOST_E4M3_ROWS = 128
+_LEAST_E4M3_ROWS = 64
+"""Hopper multiplies e4m3 in tiles of 64 rows; smaller ones would be widened after all."""
 
 
 class LinearConfig(NamedTuple):
@@ -58,11 +62,13 @@ class Norm(NamedTuple):
     eps: float
 
 
-def make_scratch(columns: int, config: LinearConfig, device: torch.device) -> LinearScratch:
-    """Scratch for up to 64 rows and a weight of `columns` rows; launches in one stream may share
+def make_scratch(
+    columns: int, config: LinearConfig, device: torch.device, most_rows: int = MOST_ROWS
+) -> LinearScratch:
+    """Scratch for so many rows and a weight of `columns` rows; launches in one stream may share
     it."""
     tiles = triton.cdiv(columns, config.tile_n)
-    size = config.splits * tiles * config.tile_n * MOST_ROWS if config.splits > 1 else 1
+    size = config.splits * tiles * config.tile_n * most_rows if config.splits > 1 else 1
     return LinearScratch(
         torch.empty(size, dtype=torch.float32, device=device),
         torch.zeros(tiles, dtype=torch.int32, device=device),
@@ -80,6 +86,11 @@ def _add_product(acc, a, w, scales, known, SCALES: tl.constexpr):
     """acc + a @ w; `scales` are those of w's columns in this group."""
     if SCALES == 0:
         acc = tl.dot(a, w, acc, input_precision="ieee")
+    elif a.dtype == w.dtype:
+        part = tl.dot(a, w)  # e4m3: the units' own sum is for no more than a tile
+        if SCALES == 2:
+            part *= tl.load(scales, mask=known, other=0.0)[None, :]
+        acc += part
     elif SCALES == 1:
         acc = tl.dot(a, widen(w, a.dtype), acc, input_precision="ieee")
     else:
@@ -99,11 +110,12 @@ def _scaled(acc, scales, known, SCALES: tl.constexpr):
 @triton.jit
 def _finish(
     acc, up, scale, to, squares, keep,
-    NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr,
+    SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """Stores the output tile of whole sums, rounded wherever the layers' own code rounds."""
+    """Stores the output tile of whole sums, rounded wherever the layers' own code rounds. `scale`:
+    of each row."""
     kind = to.dtype.element_ty
-    if NORM:
+    if SCALED:
         acc = acc * scale[:, None]
         up = up * scale[:, None]
     if GATE:
@@ -122,9 +134,9 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows", "norm_tiles"])
 def _small_linear_kernel(
-    out, x, weight, scales, partial, arrivals, squares_in, squares_out,
+    out, x, weight, x_scales, scales, partial, arrivals, squares_in, squares_out,
     rows, columns, depth, norm_tiles, eps, stride_x, stride_w, stride_out, stride_scales,
-    SCALES: tl.constexpr, GROUP: tl.constexpr,
+    X_SCALES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SPLITS: tl.constexpr,
     NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr,
     MOST: tl.constexpr, OVERLAP: tl.constexpr,
@@ -148,6 +160,8 @@ def _small_linear_kernel(
     of_up = of_acc + columns
     wait_for_inputs(OVERLAP)
     scale = tl.zeros((M,), tl.float32)
+    if X_SCALES:
+        scale = tl.load(x_scales + row, mask=row < rows, other=0.0)
     if NORM > 0:
         of_tile = tl.arange(0, NORM)
         squares = tl.load(
@@ -172,7 +186,7 @@ def _small_linear_kernel(
         acc = _scaled(acc, of_acc, is_known, SCALES)
         if GATE:
             up = _scaled(up, of_up, is_known, SCALES)
-        _finish(acc, up, scale, to, own_squares, keep, NORM > 0, GATE, ADD, SQUARES)
+        _finish(acc, up, scale, to, own_squares, keep, X_SCALES or NORM > 0, GATE, ADD, SQUARES)
     else:
         PARTS: tl.constexpr = 2 if GATE else 1
         cell = row[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
@@ -194,12 +208,12 @@ def _small_linear_kernel(
             acc = _scaled(acc, of_acc, is_known, SCALES)
             if GATE:
                 up = _scaled(up, of_up, is_known, SCALES)
-            _finish(acc, up, scale, to, own_squares, keep, NORM > 0, GATE, ADD, SQUARES)
+            _finish(acc, up, scale, to, own_squares, keep, X_SCALES or NORM > 0, GATE, ADD, SQUARES)
             tl.store(arrivals + tile, 0)
 
 
 def small_linear(
-    x: Tensor,
+    x: Numbers,
     weight: Numbers,
     out: Tensor,
     scratch: LinearScratch,
@@ -211,12 +225,14 @@ def small_linear(
     squares: Tensor | None = None,
 ) -> Tensor:
     """x [M, K] @ weight [N, K]^T into `out` [M, N], or [M, N / 2] with `gate`; M is at most 64,
-    rows are contiguous.
+    with e4m3 on both sides 128; rows are contiguous. An x of e4m3 takes no `norm`.
 
     `add` adds to what is in `out`. `squares`, of `make_squares`, takes the sums of the outputs'
     squares. `scratch` is of this N and config, and of no launch that may run at the same time. For
     a weight scaled in groups the config's tiles are at most a group deep.
     """
+    x, x_scales = x if isinstance(x, Fp8) else (x, None)
+    assert x_scales is None or norm is None, "normed before it was rounded"
     rows, depth = x.shape
     weight, scales = weight if isinstance(weight, Fp8) else (weight, None)
     by_group = scales is not None and len(scales) > 1
@@ -224,13 +240,15 @@ def small_linear(
     columns, tile = out.shape[1], config.tile_n // (2 if gate else 1)
     overlap = overlaps(x.device)
     _small_linear_kernel[(triton.cdiv(columns, tile), config.splits)](
-        out, x, weight, weight if scales is None else scales, *scratch,
+        out, x, weight, x if x_scales is None else x_scales,
+        weight if scales is None else scales, *scratch,
         norm.squares if norm else x, x if squares is None else squares,
         rows, columns, depth, norm.tiles if norm else 0, norm.eps if norm else 0.0,
         x.stride(0), weight.stride(0), out.stride(0), len(weight),
-        SCALES=0 if scales is None else 1 + by_group, GROUP=GROUP,
-        M=max(16, triton.next_power_of_2(rows)), TILE_N=tile, TILE_K=config.tile_k,
-        SPLITS=config.splits, NORM=triton.next_power_of_2(norm.tiles) if norm else 0,
+        X_SCALES=x_scales is not None, SCALES=0 if scales is None else 1 + by_group, GROUP=GROUP,
+        M=max(16 if x_scales is None else _LEAST_E4M3_ROWS, triton.next_power_of_2(rows)),
+        TILE_N=tile, TILE_K=config.tile_k, SPLITS=config.splits,
+        NORM=triton.next_power_of_2(norm.tiles) if norm else 0,
         GATE=gate, ADD=add, SQUARES=squares is not None, MOST=MOST_ROWS,
         OVERLAP=overlap, launch_pdl=overlap,
         num_warps=config.num_warps, num_stages=config.num_stages,
