@@ -44,7 +44,7 @@ async def gateways(
     """Gateways' backends that have loaded the directory and read the stream of its changes."""
     async with contextlib.AsyncExitStack() as stack:
         given = GatewaySettings(
-            redis_url=Secret(url), key_pepper=Secret(PEPPER.decode()), **settings
+            **{"redis_url": Secret(url), "key_pepper": Secret(PEPPER.decode()), **settings}
         )
         backends = [await stack.enter_async_context(connect(given)) for _ in range(count)]
         for backend in backends:

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 from forebay_gateway.backend import Backend
-from forebay_gateway.teams import keymaker
+from forebay_gateway.teams import keymaker, sync
 from forebay_gateway.teams.access import Gatekeeper
 from forebay_gateway.teams.checks import parse
 from forebay_gateway.teams.directory import Directory, encode
@@ -22,6 +22,7 @@ from forebay_shared.errors import (
     InvalidRequestError,
     PermissionDeniedError,
 )
+from forebay_shared.settings import Secret
 from forebay_shared.wire import Changed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -193,6 +194,20 @@ async def test_a_change_is_on_every_gateway_at_once_and_in_the_audit_log(
         assert all(backend.teams.sync.reloads == 1 for backend in backends)
         audit = redis_server.client.xrange(keys.audit())
         assert [fields[b"who"] for _, fields in audit] == [b"test", b"test"]
+
+
+async def test_the_first_key_can_be_made_while_the_mirror_asks_for_news(
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "POLL_S", 0.0)  # a poll is always under way
+    async with gateways(redis_server.url, 1, wait_until, key_pepper=Secret("")) as [backend]:
+        mirror = backend.teams.sync
+        drawn = await mirror.make_pepper()
+        assert len(drawn) == 64
+        for _ in range(50):
+            mirror.pepper = b""
+            assert await mirror.make_pepper() == drawn
+        assert redis_server.client.get(keys.pepper()) == drawn
 
 
 async def test_a_lost_push_costs_a_second_and_a_redis_put_back_is_followed(

@@ -7,6 +7,7 @@ import time
 from forebay_shared.bus import Publisher
 from forebay_shared.embedded import check_server
 from forebay_shared.errors import ForebayError
+from forebay_shared.link import LINK_ERRORS
 from forebay_shared.settings import GatewaySettings, Secret, StartError
 from forebay_shared.supervise import Supervisor
 
@@ -24,7 +25,7 @@ def first_key(redis_url: str) -> str:
     check_server(Secret(redis_url), "--redis-url")
     try:
         return asyncio.run(_first_key(Secret(redis_url)))
-    except (ForebayError, TimeoutError) as error:
+    except (ForebayError, *LINK_ERRORS) as error:
         raise StartError(f"the key was not made: {error or 'Redis does not answer'}") from None
 
 

@@ -36,6 +36,7 @@ class DirectorySync:
     """
 
     def __init__(self, url: str, directory: Directory, pepper: str = "") -> None:
+        self._url = url
         self._link = Link(url, keys.directory())
         self._directory = directory
         self._given_pepper = pepper.encode()
@@ -98,16 +99,25 @@ class DirectorySync:
             await self._advanced.wait()
 
     async def make_pepper(self) -> bytes:
-        """The key of the digests; the first caller of an installation draws it. Raises BusError."""
+        """The key of the digests; the first caller of an installation draws it.
+
+        Raises one of LINK_ERRORS.
+        """
         if not self.pepper:
             drawn = secrets.token_hex(32)
-            answers = await self._ask([("SET", keys.pepper(), drawn, "NX"), ("GET", keys.pepper())])
-            self.pepper = cast(bytes, answers[1])
+            link = Link(self._url, keys.pepper())  # the other one is in the midst of a poll
+            try:
+                _, pepper = await _ask(
+                    link, [("SET", keys.pepper(), drawn, "NX"), ("GET", keys.pepper())]
+                )
+            finally:
+                await link.close()
+            self.pepper = cast(bytes, pepper)
         return self.pepper
 
     async def _check(self) -> None:
         before = self._directory.revision
-        [answer] = await self._ask([("GET", keys.directory_revision())])
+        [answer] = await _ask(self._link, [("GET", keys.directory_revision())])
         revision = int(cast(bytes, answer or b"0"))
         # A change that was there the last time and is not here will come by no push; and a Redis
         # that has fewer changes than we do has been put back.
@@ -123,7 +133,9 @@ class DirectorySync:
         self._stale.clear()
         self._loading = True
         try:
-            first = await self._ask([("GET", keys.directory_revision()), ("GET", keys.pepper())])
+            first = await _ask(
+                self._link, [("GET", keys.directory_revision()), ("GET", keys.pepper())]
+            )
             values = await self._scan()
             self.pepper = self._given_pepper or cast("bytes | None", first[1]) or b""
             self._directory.load(int(cast(bytes, first[0] or b"0")), values.items())
@@ -140,7 +152,9 @@ class DirectorySync:
         values: dict[str, str] = {}
         cursor = b"0"
         while True:
-            [page] = await self._ask([("HSCAN", keys.directory(), cursor, "COUNT", SCAN_COUNT)])
+            [page] = await _ask(
+                self._link, [("HSCAN", keys.directory(), cursor, "COUNT", SCAN_COUNT)]
+            )
             cursor, pairs = cast("tuple[bytes, list[bytes]]", page)
             for name, record in zip(pairs[::2], pairs[1::2], strict=True):
                 values[name.decode()] = record.decode()
@@ -156,16 +170,17 @@ class DirectorySync:
         self._advanced.set()
         self._advanced = asyncio.Event()
 
-    async def _ask(self, commands: list[Command]) -> list[Answer]:
-        answers = await self._link.run(commands, TRIP_S)
-        for answer in answers:
-            if isinstance(answer, ResponseError):
-                raise answer
-        return answers
-
     async def _pause(self) -> None:
         try:
             async with asyncio.timeout(POLL_S):
                 await self._stale.wait()
         except TimeoutError:
             pass
+
+
+async def _ask(link: Link, commands: list[Command]) -> list[Answer]:
+    answers = await link.run(commands, TRIP_S)
+    for answer in answers:
+        if isinstance(answer, ResponseError):
+            raise answer
+    return answers
