@@ -255,6 +255,17 @@ def test_a_change_says_what_it_had_read(house: House) -> None:
         assert twice.status_code == 412
         below = http.delete("/admin/v1/teams/blue")
         assert below.status_code == 409
+        any_ = http.put("/admin/v1/teams/blue", json=body, headers={"if-match": "*"})
+        assert any_.status_code == 200
+        newest = any_.headers["etag"]
+        of_list = {"if-match": f"{tag}, {newest}"}
+        assert http.put("/admin/v1/teams/blue", json=body, headers=of_list).status_code == 200
+        weak = {"if-match": f"W/{http.get('/admin/v1/teams/blue').headers['etag']}"}
+        assert http.put("/admin/v1/teams/blue", json=body, headers=weak).status_code == 412
+        for method in ("PUT", "DELETE"):
+            bare = {"if-match": tag.strip('"')}
+            bad = http.request(method, "/admin/v1/teams/blue", json=body, headers=bare)
+            assert (bad.status_code, bad.json()["error"]["param"]) == (400, "If-Match")
         back = http.put("/admin/v1/teams/blue", json=seen.json())
         assert back.status_code == 200
         page = http.get("/admin/v1/keys", params={"limit": 2}).json()
@@ -262,6 +273,37 @@ def test_a_change_says_what_it_had_read(house: House) -> None:
         assert page["next"]
         for path in ("usage?by=colour", "usage?from=soon", "audit?after=x", "keys?limit=-1"):
             assert http.get(f"/admin/v1/{path}").status_code == 400, path
+
+
+def test_what_does_not_exist_matches_nothing(house: House) -> None:
+    with house.http(str(house.admin._key)) as http:
+        path, body = "/admin/v1/teams/lilac", {"organisation": "acme"}
+        for tags in ("*", '"1"', '"1", "2"', '"not-ours"'):
+            missing = http.put(path, json=body, headers={"if-match": tags})
+            assert (missing.status_code, missing.json()["error"]["code"]) == (
+                412,
+                "precondition_failed",
+            ), tags
+        assert http.get(path).status_code == 404, "nothing was made"
+        assert http.delete(path, headers={"if-match": "*"}).status_code == 404
+        made = http.put(path, json=body, headers={"if-none-match": "*"})
+        assert made.status_code == 200
+        assert http.put(path, json=body, headers={"if-none-match": "*"}).status_code == 412
+        assert http.delete(path, headers={"if-none-match": "*"}).status_code == 412
+        twice = [("if-match", '"1"'), ("if-match", made.headers["etag"])]
+        assert http.delete(path, headers=twice).status_code == 200
+
+
+def test_what_a_reader_has_is_not_sent_again(house: House) -> None:
+    with house.http(str(house.admin._key)) as http:
+        tag = http.get("/admin/v1/teams/red").headers["etag"]
+        for known in (tag, f"W/{tag}", f'"0", {tag}', "*"):
+            same = http.get("/admin/v1/teams/red", headers={"if-none-match": known})
+            assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", tag), known
+            assert "content-length" not in same.headers
+        other = http.get("/admin/v1/teams/red", headers={"if-none-match": '"0"'})
+        assert other.json()["id"] == "red"
+        assert http.get("/admin/v1/teams/red", headers={"if-match": '"0"'}).status_code == 412
 
 
 # What a role may do: the owner of the fleet everything, the others what is named here.

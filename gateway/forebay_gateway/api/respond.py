@@ -20,7 +20,9 @@ class Answer:
         self._status = status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [*self._headers, (b"content-length", b"%d" % len(self._body))]
+        headers = [*self._headers]
+        if self._status != 304:  # whose length would be that of the body it stands for
+            headers.append((b"content-length", b"%d" % len(self._body)))
         await send({"type": "http.response.start", "status": self._status, "headers": headers})
         await send({"type": "http.response.body", "body": self._body, "more_body": False})
 

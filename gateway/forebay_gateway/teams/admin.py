@@ -19,10 +19,11 @@ from msgspec.structs import replace
 
 from forebay_gateway.teams import document, keymaker
 from forebay_gateway.teams.checks import parse
+from forebay_gateway.teams.conditions import NONE, Conditions
 from forebay_gateway.teams.directory import Directory
 from forebay_gateway.teams.guards import Actor, Guard
 from forebay_gateway.teams.records import Alias, Entry, Key, Kind, place_of
-from forebay_gateway.teams.store import ANY, Change, DirectoryStore, StaleError
+from forebay_gateway.teams.store import Change, DirectoryStore, StaleError
 from forebay_gateway.teams.sync import DirectorySync
 
 MAX_PAGE = 1_000
@@ -76,11 +77,12 @@ class Admin:
         return view(entry), self._directory.revision_of(place_of(entry))
 
     async def put(
-        self, actor: Actor, kind: Kind, name: str, body: object, expected: int
+        self, actor: Actor, kind: Kind, name: str, body: object, given: Conditions
     ) -> tuple[Tree, int]:
         """Writes a record, new or in place of the old one.
 
-        Raises NotFoundError for a key that does not exist: keys are made by `make_key`.
+        Raises NotFoundError for a key that does not exist: keys are made by `make_key`; and
+        PreconditionError where the record is not as the caller says.
         """
         if not isinstance(body, dict):
             raise InvalidRequestError("The body must be a JSON object.")
@@ -99,13 +101,15 @@ class Admin:
         if before is not None:
             guard.must_change(before)
         guard.must_not_take_more(before, entry)
+        expected = given.expected(self._revision(before))
         await self._commit(actor, "put", [(before, entry)], expected)
         return view(entry), self._directory.revision_of(place_of(entry))
 
-    async def delete(self, actor: Actor, kind: Kind, name: str, expected: int) -> None:
-        """Deletes a record. Raises ConflictError while others stand below it."""
+    async def delete(self, actor: Actor, kind: Kind, name: str, given: Conditions) -> None:
+        """Deletes a record. Raises ConflictError while others stand below it, and as `put`."""
         entry = self._seen(actor, kind, name)
         Guard(actor, self._directory).must_change(entry)
+        expected = given.expected(self._revision(entry))
         await self._commit(actor, "delete", [(entry, None)], expected)
 
     async def make_key(self, actor: Actor, body: object) -> Tree:
@@ -122,7 +126,9 @@ class Admin:
         await self._commit(actor, "make", [(None, key)], 0)
         return {**view(key), "token": token}
 
-    async def rotate_key(self, actor: Actor, name: str, grace_s: float) -> Tree:
+    async def rotate_key(
+        self, actor: Actor, name: str, grace_s: float, given: Conditions = NONE
+    ) -> Tree:
         """A new secret for a key; the one before lives for the grace time."""
         if not 0 <= grace_s <= MAX_GRACE_S:
             raise InvalidRequestError(
@@ -130,10 +136,11 @@ class Admin:
             )
         before = cast(Key, self._seen(actor, "key", name))
         Guard(actor, self._directory).must_change(before)
+        at = self._revision(before)
+        expected = given.expected(at)
         pepper = await self._sync.make_pepper()
         key, token = keymaker.rotate(before, pepper, time.time(), grace_s)
-        at = self._directory.revision_of(place_of(before))
-        await self._commit(actor, "rotate", [(before, key)], at)
+        await self._commit(actor, "rotate", [(before, key)], at if expected is None else expected)
         return {**view(key), "token": token}
 
     async def apply(self, actor: Actor, body: object, *, dry_run: bool, prune: bool) -> Tree:
@@ -156,7 +163,7 @@ class Admin:
             if isinstance(after, Key) and step.action == "create":
                 after, tokens[step.label] = keymaker.make(after, pepper, time.time())
             pairs.append((before, after))
-        await self._commit(actor, "apply", pairs, ANY)
+        await self._commit(actor, "apply", pairs)
         return {"dry_run": False, "changes": shown, "tokens": tokens}
 
     def export(self, actor: Actor) -> Tree:
@@ -175,17 +182,22 @@ class Admin:
         actor: Actor,
         action: str,
         pairs: Sequence[tuple[Entry | None, Entry | None]],
-        expected: int,
+        expected: int | None = None,
     ) -> None:
+        """`expected` None: what was read a moment ago is what is changed."""
         changes = [
-            Change(_place(before, after), after, self._expected(before, expected))
+            Change(
+                _place(before, after),
+                after,
+                self._revision(before) if expected is None else expected,
+            )
             for before, after in pairs
         ]
         self._check_models({change.place: change.entry for change in changes})
         try:
             await self._store.commit(changes, who=actor.name, what=_audited(action, pairs))
         except StaleError as error:
-            if expected != ANY:  # the caller said what it had read
+            if expected is not None:  # the caller said what it had read
                 raise PreconditionError(error.message) from None
             raise
 
@@ -207,11 +219,9 @@ class Admin:
         )
         raise ConflictError(f"alias/{alias.id} names '{name}', which {why}.")
 
-    def _expected(self, before: Entry | None, expected: int) -> int:
-        """What was read a moment ago is what is changed, unless the caller says what it read."""
-        if expected != ANY:
-            return expected
-        return self._directory.revision_of(place_of(before)) if before else 0
+    def _revision(self, entry: Entry | None) -> int:
+        """Of the mirror's record; 0 for none."""
+        return self._directory.revision_of(place_of(entry)) if entry else 0
 
 
 def view(entry: Entry) -> Tree:

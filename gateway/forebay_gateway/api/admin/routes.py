@@ -21,10 +21,10 @@ from forebay_gateway.api.edge import caller, raw_headers
 from forebay_gateway.api.errors import Headers
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.teams.admin import Admin
+from forebay_gateway.teams.conditions import Conditions, conditions
 from forebay_gateway.teams.guards import Actor, actor_of
 from forebay_gateway.teams.records import Kind
 from forebay_gateway.teams.reports import Reports
-from forebay_gateway.teams.store import ANY
 
 PLURALS: Mapping[Kind, str] = {
     "organisation": "organisations",
@@ -36,16 +36,18 @@ PLURALS: Mapping[Kind, str] = {
     "issuer": "issuers",
 }
 DEFAULT_PAGE = 100
-_ETAG = re.compile(rb'(?:W/)?"(\d{1,18})"')
+_CONDITIONAL = (b"if-match", b"if-none-match")
+_NO_STORE = (b"cache-control", b"no-store")
 
 
 class Call(NamedTuple):
-    """One call: who makes it, the path's id, the query, the headers and the body, decoded."""
+    """One call: who makes it, the path's id, the query, what the record must be like and the body,
+    decoded."""
 
     actor: Actor
     id: str
     query: Mapping[str, str]
-    headers: Mapping[bytes, bytes]
+    given: Conditions
     body: object
 
     @property
@@ -62,19 +64,6 @@ class Call(NamedTuple):
 
     def flag(self, name: str) -> bool:
         return self.query.get(name, "").lower() in ("1", "true", "yes")
-
-    @property
-    def expected(self) -> int:
-        """The revision that the record must have, from If-Match or If-None-Match."""
-        if self.headers.get(b"if-none-match", b"").strip() == b"*":
-            return 0
-        given = self.headers.get(b"if-match", b"").strip()
-        if not given or given == b"*":
-            return ANY
-        match = _ETAG.fullmatch(given)
-        if match is None:
-            raise InvalidRequestError('If-Match must be an ETag such as "12".', param="If-Match")
-        return int(match[1])
 
 
 class Route(NamedTuple):
@@ -111,7 +100,7 @@ def route_table(admin: Admin, reports: Reports) -> list[Route]:
 
     async def rotate(call: Call) -> Answer:
         grace_s = msgspec.convert(call.body, _Rotation).grace_s
-        return _json(await admin.rotate_key(call.actor, call.id, grace_s))
+        return _json(await admin.rotate_key(call.actor, call.id, grace_s, call.given))
 
     async def apply(call: Call) -> Answer:
         dry_run, prune = call.flag("dry_run"), call.flag("prune")
@@ -158,14 +147,17 @@ def _kind_routes(admin: Admin, kind: Kind, path: str) -> list[Route]:
 
     async def got(call: Call) -> Answer:
         tree, revision = admin.get(call.actor, kind, call.id)
+        call.given.must_match(revision)
+        if call.given.is_unchanged(revision):
+            return Answer(b"", [_etag(revision), _NO_STORE], status=304)
         return _json(tree, revision)
 
     async def put(call: Call) -> Answer:
-        tree, revision = await admin.put(call.actor, kind, call.id, call.body, call.expected)
+        tree, revision = await admin.put(call.actor, kind, call.id, call.body, call.given)
         return _json(tree, revision)
 
     async def deleted(call: Call) -> Answer:
-        await admin.delete(call.actor, kind, call.id, call.expected)
+        await admin.delete(call.actor, kind, call.id, call.given)
         return _json({"deleted": call.id})
 
     return [
@@ -188,7 +180,7 @@ def _handler(row: Route, max_body_bytes: int) -> HTTPRouteHandler:
         if "{id}" in row.path and not name:
             raise NotFoundError("There is nothing at this path.")
         try:
-            answer = await row.answer(Call(actor, name, query, headers, body))
+            answer = await row.answer(Call(actor, name, query, _conditions(scope), body))
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"The body is not valid: {error}.") from None
         except LINK_ERRORS:
@@ -202,6 +194,16 @@ def _handler(row: Route, max_body_bytes: int) -> HTTPRouteHandler:
     return route(path, http_method=row.method, status_code=200)(handler)
 
 
+def _conditions(scope: Scope) -> Conditions:
+    """A header that is sent twice is one list."""
+    sent = {
+        name: b",".join(value for each, value in scope["headers"] if each == name).decode("latin-1")
+        for name in _CONDITIONAL
+        if any(each == name for each, _ in scope["headers"])
+    }
+    return conditions(*(sent.get(name) for name in _CONDITIONAL))
+
+
 def _decoded(body: bytes | bytearray) -> object:
     try:
         return msgspec.json.decode(body)
@@ -210,7 +212,11 @@ def _decoded(body: bytes | bytearray) -> object:
 
 
 def _json(tree: object, revision: int = 0, status: int = 200) -> Answer:
-    headers: Headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+    headers: Headers = [(b"content-type", b"application/json"), _NO_STORE]
     if revision:
-        headers.append((b"etag", b'"%d"' % revision))
+        headers.append(_etag(revision))
     return Answer(msgspec.json.encode(tree), headers, status)
+
+
+def _etag(revision: int) -> tuple[bytes, bytes]:
+    return b"etag", b'"%d"' % revision
