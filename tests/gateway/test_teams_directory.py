@@ -10,6 +10,7 @@ from forebay_gateway.teams import keymaker, sync
 from forebay_gateway.teams.access import Gatekeeper
 from forebay_gateway.teams.checks import parse
 from forebay_gateway.teams.directory import Directory, encode
+from forebay_gateway.teams.guards import Actor
 from forebay_gateway.teams.records import Key, Organisation, Team, User, place_of
 from forebay_gateway.teams.secrets import split
 from forebay_gateway.teams.store import Change
@@ -334,3 +335,12 @@ async def test_a_mirror_that_is_too_old_says_neither_yes_nor_no(
         backend.teams.sync.fresh_at = asyncio.get_running_loop().time() - 61
         with pytest.raises(BusError):
             backend.teams.identify(token, "")
+        fleet = Actor("boss", "owner")
+        with pytest.raises(BusError):
+            backend.teams.admin.list(fleet, "team", "", 100, "")
+        with pytest.raises(BusError):
+            backend.teams.admin.get(fleet, "team", "red")
+        with pytest.raises(BusError):
+            backend.teams.admin.export(fleet)
+        with pytest.raises(BusError):
+            await backend.teams.admin.apply(fleet, {}, dry_run=True, prune=True)

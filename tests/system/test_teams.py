@@ -14,6 +14,7 @@ from forebay_gateway.api.admin.routes import route_table
 from forebay_shared.settings import Secret, StartError
 from issuer_house import Signer
 from patience import PATIENCE_S
+from redis_house import redis_running
 from serve_house import Admin, Serve, since_yesterday, starting, until
 
 pytestmark = pytest.mark.system
@@ -523,6 +524,31 @@ def test_a_token_chats_pays_and_rules_as_its_role(house: House) -> None:
         assert http.get("/admin/v1/whoami").json()["role"] == "owner"
     actors = {line["who"] for line in house.admin.pages("audit")}
     assert "token corp: ann" in actors
+
+
+@pytest.mark.parametrize("fault", ["pause", "kill"])
+def test_with_redis_away_a_reader_is_told_at_once(tmp_path: Path, fault: str) -> None:
+    with redis_running() as redis, starting() as start:
+        server = start("--engine", "echo", "--redis-url", redis.url, data=tmp_path).wait_ready()
+        admin = Admin(server, Secret((tmp_path / "admin-key").read_text().strip()))
+        tree = {"organisations": [{"id": "o", "teams": [{"id": "t", "keys": [{"name": "k"}]}]}]}
+        [token] = admin.call("POST", "apply", tree)["tokens"].values()
+        base = server.url.removesuffix("/v1")
+        paths = [row.path for row in route_table(None, None) if row.method == "GET"]  # type: ignore[arg-type]
+        whose = {**dict.fromkeys(paths, str(admin._key)), "/v1/usage": token}
+        getattr(redis, fault)()
+        for path, key in whose.items():
+            headers = {"authorization": f"Bearer {key}"}
+            # What waits for Redis would wait 10 s for a long answer; it is 1 s for a first word.
+            got = httpx.get(base + path.replace("{id}", "t"), headers=headers, timeout=8.0)
+            asks_redis = path.rpartition("/")[2] in ("usage", "records", "audit")
+            if asks_redis:
+                assert got.status_code == 503, path
+                assert int(got.headers["retry-after"]) >= 1
+            else:
+                assert got.status_code in (200, 404), path
+        if fault == "pause":
+            redis.go_on()
 
 
 def test_nothing_secret_is_in_any_answer_log_or_metric(house: House) -> None:

@@ -59,6 +59,7 @@ class Admin:
 
     def list(self, actor: Actor, kind: Kind, after: str, limit: int, team: str) -> Page:
         """What the actor may see of a kind, by id; of one team when it is named."""
+        self._must_be_fresh()
         guard = Guard(actor, self._directory)
         found = [
             entry
@@ -86,6 +87,7 @@ class Admin:
         """
         if not isinstance(body, dict):
             raise InvalidRequestError("The body must be a JSON object.")
+        self._must_be_fresh()
         before = self._directory.get(kind, name)
         tree = {**cast(Tree, body), "id": name}
         for hidden in ("secrets", "created"):
@@ -146,6 +148,7 @@ class Admin:
     async def apply(self, actor: Actor, body: object, *, dry_run: bool, prune: bool) -> Tree:
         """Makes the directory what a document says: the steps, and the tokens of keys it made."""
         Guard(actor, self._directory).must_own_the_fleet()
+        self._must_be_fresh()
         entries = document.read(body, self._directory)
         steps = document.difference(entries, self._directory, prune=prune)
         shown = [{"action": s.action, "place": s.label, "fields": s.fields} for s in steps]
@@ -169,9 +172,15 @@ class Admin:
     def export(self, actor: Actor) -> Tree:
         """The document of all that is there; without secrets."""
         Guard(actor, self._directory).must_own_the_fleet()
+        self._must_be_fresh()
         return document.write(self._directory)
 
+    def _must_be_fresh(self) -> None:
+        """Raises BusError where the mirror is too old: an empty one would be a lie."""
+        self._sync.must_be_fresh("The directory")
+
     def _seen(self, actor: Actor, kind: Kind, name: str) -> Entry:
+        self._must_be_fresh()
         entry = self._directory.get(kind, name)
         if entry is None or not Guard(actor, self._directory).may_see(entry):
             raise NotFoundError(f"There is no such {kind}.")

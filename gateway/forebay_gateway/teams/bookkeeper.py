@@ -19,7 +19,7 @@ from forebay_shared.wire import Usage
 
 from forebay_gateway.teams import books
 from forebay_gateway.teams.exporter import oldest_wanted
-from forebay_gateway.teams.stream import ask, lead, now_ms, read_records, run_script
+from forebay_gateway.teams.stream import ask, lead, now_ms, read_records, reading, run_script
 
 log = logging.getLogger(__name__)
 
@@ -76,31 +76,21 @@ class Bookkeeper:
     async def report(self, query: books.Query) -> list[dict[str, str | int]]:
         """Rows of the books. Raises InvalidRequestError, or one of LINK_ERRORS."""
         query.check()
-        # Its answers are long: nobody else waits behind them.
-        link = Link(self._url, keys.records())
-        try:
+        async with reading(self._url) as link:
             answers = await ask(link, [("HGETALL", book) for book in query.books()])
-        finally:
-            await link.close()
         return books.report(query, [_book(cast("list[bytes]", answer)) for answer in answers])
 
     async def records(self, after: str, count: int) -> list[Entry]:
         """Records behind an entry of their stream, oldest first, each with its entry's id."""
-        link = Link(self._url, keys.records())
-        try:
+        async with reading(self._url) as link:
             entries = await read_records(link, after, count)
-        finally:
-            await link.close()
         return [(entry, record) for entry, record in entries if record is not None]
 
     async def audit(self, after: str, count: int) -> list[dict[str, object]]:
         """Lines of the audit log behind an entry, oldest first."""
-        link = Link(self._url, keys.records())
-        try:
-            command = ("XRANGE", keys.audit(), f"({after}" if after else "-", "+", "COUNT", count)
+        command = ("XRANGE", keys.audit(), f"({after}" if after else "-", "+", "COUNT", count)
+        async with reading(self._url) as link:
             [answer] = await ask(link, [command])
-        finally:
-            await link.close()
         return [
             {
                 "entry": entry_id.decode(),

@@ -4,7 +4,8 @@ Each task has a link of its own, so nobody waits behind its long answers.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import cast
 
 import msgspec
@@ -18,6 +19,22 @@ from redis.exceptions import NoScriptError, ResponseError
 log = logging.getLogger(__name__)
 
 TRIP_S = 10.0
+ALIVE_S = 1.0
+"""A reader does not wait longer than this to learn that Redis is away."""
+
+
+@asynccontextmanager
+async def reading(url: str) -> AsyncGenerator[Link]:
+    """A link for one reader, whose answers may be long and keep nobody waiting behind them.
+
+    Raises one of LINK_ERRORS; within a second where Redis does not answer at all.
+    """
+    link = Link(url, keys.records())
+    try:
+        await link.run([("PING",)], ALIVE_S)
+        yield link
+    finally:
+        await link.close()
 
 
 async def ask(link: Link, commands: Sequence[Command]) -> list[Answer]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from forebay_shared import keys
+from forebay_shared.errors import BusError
 from forebay_shared.link import LINK_ERRORS, Answer, Backoff, Command, Link
 from forebay_shared.packets import CHANGES
 from forebay_shared.reader import Feed
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.4
 TRIP_S = 10.0
+STALE_S = 60.0
+"""So long the mirror speaks for a Redis that is away. After it, nobody knows what holds."""
 SCAN_COUNT = 1_000
 
 
@@ -56,6 +59,11 @@ class DirectorySync:
         if self.fresh_at is None:
             return math.inf
         return asyncio.get_running_loop().time() - self.fresh_at
+
+    def must_be_fresh(self, what: str) -> None:
+        """Raises BusError, which names `what` cannot be known, where the mirror is too old."""
+        if self.age_s > STALE_S:
+            raise BusError(f"{what} cannot be checked now. Please retry.", retry_after_s=2.0)
 
     def feed(self) -> Feed[Changed]:
         """The stream of changes, for the gateway's reader."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from forebay_shared.bus import Publisher
-from forebay_shared.errors import BusError
 from forebay_shared.settings import GatewaySettings
 
 from forebay_gateway.meter import Toll
@@ -27,9 +26,6 @@ from forebay_gateway.teams.sinks import open_sink
 from forebay_gateway.teams.store import DirectoryStore
 from forebay_gateway.teams.sync import DirectorySync
 from forebay_gateway.teams.toll import TeamToll
-
-STALE_S = 60.0
-"""So long the mirror speaks for a Redis that is away. After it, keys are neither good nor bad."""
 
 
 class Teams:
@@ -76,7 +72,7 @@ class Teams:
             AuthenticationError, PermissionDeniedError: it may not call.
             BusError: nobody can know now.
         """
-        self._must_be_fresh()
+        self.sync.must_be_fresh("Keys")
         access = self._gatekeeper.open(token, self.sync.pepper, time.time(), client)
         return Caller(access.engine_team, access, self)
 
@@ -87,13 +83,9 @@ class Teams:
             AuthenticationError, PermissionDeniedError: it may not call.
             OverloadedError: nobody can know now.
         """
-        self._must_be_fresh()
+        self.sync.must_be_fresh("Keys")
         access, name = await self._bearers.open(presented, time.time(), client)
         return Caller(access.engine_team, access, self, name=name)
-
-    def _must_be_fresh(self) -> None:
-        if self.sync.age_s > STALE_S:
-            raise BusError("Keys cannot be checked now. Please retry.", retry_after_s=2.0)
 
     def toll(self, caller: Caller, access: Access, alias: str, model: str) -> Toll:
         """Who pays for a job; see Caller.toll."""
