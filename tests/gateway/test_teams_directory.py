@@ -7,11 +7,11 @@ import tracemalloc
 import pytest
 from forebay_gateway.backend import Backend
 from forebay_gateway.teams import keymaker, sync
-from forebay_gateway.teams.access import Gatekeeper
+from forebay_gateway.teams.access import Access, Gatekeeper, Standing
 from forebay_gateway.teams.checks import parse
 from forebay_gateway.teams.directory import Directory, encode
 from forebay_gateway.teams.guards import Actor
-from forebay_gateway.teams.records import Key, Organisation, Team, User, place_of
+from forebay_gateway.teams.records import Budget, Key, Limits, Organisation, Team, User, place_of
 from forebay_gateway.teams.secrets import split
 from forebay_gateway.teams.store import Change
 from forebay_gateway.teams.sync import POLL_S, DirectorySync
@@ -92,6 +92,47 @@ def test_a_key_sees_the_models_that_it_and_its_team_may_use() -> None:
     assert [name for name in "abcd" if access.may_use(name)] == ["b"]
     key, sent = key_of()
     assert enter(filled(key), sent).may_use("anything")
+
+
+def test_before_a_key_asks_its_tightest_limits_are_full() -> None:
+    wide = Limits(requests_per_minute=9, tokens_per_minute=500, concurrent_requests=1)
+    key, sent = key_of(limits=Limits(requests_per_minute=5))
+    team = Team(id="red", organisation="acme", limits=wide)
+    organisation = Organisation(id="acme", limits=Limits(tokens_per_day=400))
+    access = enter(filled(organisation, team, key), sent)
+    assert access.unused == Standing((5, 5, 0.0), (400, 400, 0.0))
+    key, sent = key_of(budgets=(Budget(amount=1),))
+    assert enter(filled(key), sent).unused == Standing(None, None)
+
+
+def test_what_is_left_grows_while_nobody_asks_and_outlasts_changes_of_others() -> None:
+    minute, day = (60, 30, 30.0), (1000, 0, 90_000.0)
+    standing = Standing(minute, day, at=100.0)
+    assert standing.later(100.0) == standing
+    assert standing.later(110.0) == Standing((60, 40, 20.0), (1000, 0, 89_990.0), 110.0)
+    assert standing.later(100.0 + 46_800) == Standing(
+        (60, 60, 0.0), (1000, 500, 43_200.0), 46_900.0
+    )
+    assert standing.later(1e6) == Standing((60, 60, 0.0), (1000, 1000, 0.0), 1e6)
+    overdrawn = Standing(None, (60, 0, 90.0), at=0.0)
+    assert overdrawn.later(20.0).tokens == (60, 0, 70.0)
+    assert overdrawn.later(60.0).tokens == (60, 30, 30.0)
+
+    key, sent = key_of(limits=Limits(requests_per_minute=60))
+    directory = filled(key)
+    keeper = Gatekeeper(directory)
+    token = split(sent.encode())
+    assert token is not None
+
+    def change(entry: Key | Team) -> Access:
+        place, revision = place_of(entry), directory.revision + 1
+        assert directory.follow(Changed(revision, place, encode(entry)))
+        return keeper.open(token, PEPPER, NOW, "")
+
+    keeper.open(token, PEPPER, NOW, "").standing = standing
+    assert change(Team(id="blue", organisation="acme", name="Blue")).standing == standing
+    assert change(replace(key, name="mine")).standing == standing
+    assert change(replace(key, limits=Limits(requests_per_minute=50))).standing is None
 
 
 def test_a_users_role_bounds_its_keys_and_teams_have_salts_of_their_own() -> None:

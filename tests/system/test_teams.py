@@ -182,6 +182,88 @@ def test_a_team_sees_its_models_and_is_held_to_its_limits(house: House) -> None:
     assert int(raw.headers["x-ratelimit-remaining-tokens"]) < 100_000
 
 
+ASKS: dict[str, dict[str, object]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 3},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/score": {"text_1": "hi", "text_2": "there"},
+    "/v1/rerank": {"query": "hi", "documents": ["there"]},
+}
+FIGURES = [f"{f}-{of}" for of in ("requests", "tokens") for f in ("limit", "remaining", "reset")]
+
+
+def told(answer: httpx.Response) -> list[str]:
+    """The values of `x-ratelimit-*`, of requests and then of tokens."""
+    return [answer.headers[f"x-ratelimit-{name}"] for name in FIGURES]
+
+
+@pytest.mark.parametrize("path", ASKS)
+def test_every_answer_says_what_is_left(house: House, path: str) -> None:
+    limits = {"requests_per_minute": 500, "tokens_per_minute": 9_000}
+    team = {"organisation": "umbrella", "limits": limits}
+    house.admin.call("PUT", "teams/lime", team)
+    made = house.admin.call("POST", "keys", {"team": "lime", "name": path})
+    full = ["500", "500", "0s", "9000", "9000", "0s"]
+    body = {"model": "echo", **ASKS[path]}
+    with house.http(made["token"]) as http:
+        for answer in (
+            http.get("/v1/models"),
+            http.get("/v1/models/none"),
+            http.get("/nothing/here"),
+            http.put(path, json=body),
+            http.post(path, content=b"{"),
+            http.post(path, json={}),
+            http.post(path, json={**body, "model": "none"}),
+            http.post(path, json={**body, "model": ["echo"]}),
+            http.post("/tokenize", json={"model": "echo", "prompt": "hi"}),
+        ):
+            assert told(answer) == full, (answer.request.method, answer.url, answer.text)
+        streams = path in list(ASKS)[:4]
+        for stream in (False, True) if streams else (False,):
+            answer = http.post(path, json={**body, "stream": stream} if streams else body)
+            assert answer.status_code == 200, answer.text
+            limit, left, reset, *tokens = told(answer)
+            assert (limit, tokens[0]) == ("500", "9000")
+            assert int(left) < 500
+            assert int(tokens[1]) < 9_000
+            assert float(reset.removesuffix("s")) > 0
+    house.admin.call("DELETE", f"keys/{made['id']}")
+
+
+@pytest.mark.parametrize("scope", ["key", "user", "team", "organisation", "model"])
+def test_a_refusal_says_what_is_left_whichever_scope_refused(house: House, scope: str) -> None:
+    narrow, wide = {"requests_per_minute": 1}, {"requests_per_minute": 7}
+    kinds = ("key", "user", "team", "organisation")
+    limits = {kind: narrow if kind == scope else wide for kind in kinds}
+    body = {"model": "echo", "prompt": "hi", "max_tokens": 1}
+    tree = {"price": {"input": 1.0, "cached_input": 0.1, "output": 2.0}}
+    org, team, user = f"o-{scope}", f"t-{scope}", f"u-{scope}"
+    house.admin.call("PUT", f"organisations/{org}", {"limits": limits["organisation"]})
+    house.admin.call("PUT", f"teams/{team}", {"organisation": org, "limits": limits["team"]})
+    house.admin.call("PUT", f"users/{user}", {"team": team, "limits": limits["user"]})
+    key = {"team": team, "user": user, "name": scope, "limits": limits["key"]}
+    made = house.admin.call("POST", "keys", key)
+    try:
+        if scope == "model":
+            house.admin.call("PUT", "models/echo", {**tree, "limits": narrow})
+        with house.http(made["token"]) as http:
+            answers = [http.post("/v1/completions", json=body) for _ in range(2)]
+            assert [answer.status_code for answer in answers] == [200, 429]
+            assert f"The {scope} " in answers[1].json()["error"]["message"]
+            for answer in answers:
+                assert answer.headers["x-ratelimit-limit-requests"] == "1"
+                assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+                reset_s = float(answer.headers["x-ratelimit-reset-requests"].removesuffix("s"))
+                assert 0 < reset_s <= 60
+    finally:
+        house.admin.call("PUT", "models/echo", tree)
+        for place in (f"keys/{made['id']}", f"users/{user}", f"teams/{team}"):
+            house.admin.call("DELETE", place)
+        house.admin.call("DELETE", f"organisations/{org}")
+
+
 def test_limits_hold_for_what_runs_in_the_background_and_are_asked_at_once(house: House) -> None:
     grey = house.client("grey/app")
 

@@ -4,6 +4,7 @@ Pure: the time and the client's address are given. It knows no Redis and no HTTP
 """
 
 import ipaddress
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from forebay_gateway.teams.directory import Directory
 from forebay_gateway.teams.records import (
     ROLES,
     Key,
+    Limits,
     Organisation,
     Record,
     Role,
@@ -47,23 +49,33 @@ class Scope(NamedTuple):
         return f"{self.kind}:{self.record.id}"
 
 
-class Standing(NamedTuple):
-    """What is left of the tightest limits at one moment, each as (limit, remaining, seconds until
-    it is full again); None where nothing is limited."""
+Figures = tuple[int, int, float]
+"""A limit, what remains of it, and seconds until it is full again."""
 
-    requests: tuple[int, int, float] | None
-    tokens: tuple[int, int, float] | None
+
+class Standing(NamedTuple):
+    """What is left of the tightest limits at the moment `at`, in monotonic seconds; None where
+    nothing is limited."""
+
+    requests: Figures | None
+    tokens: Figures | None
+    at: float = 0.0
+
+    def later(self, now: float) -> "Standing":
+        """As it is since, if nobody has asked: the buckets fill."""
+        since = now - self.at
+        return Standing(_filled(self.requests, since), _filled(self.tokens, since), now)
 
 
 class Access:
     """The rights of one key. `scopes` are the key, its user, its team and its organisation.
 
-    `standing` is how it was with the limits when it last asked.
+    `standing` is how it was with the limits when it last asked, `unused` how it is before it asks.
     """
 
     __slots__ = (
         "cache_salt", "engine_team", "key", "models", "networks", "noun", "organisation", "role",
-         "routes", "scopes", "standing", "team", "user", "weight",
+         "routes", "scopes", "standing", "team", "unused", "user", "weight",
     )  # fmt: skip
 
     def __init__(self, key: Key, directory: Directory, noun: str = "API key") -> None:
@@ -87,6 +99,11 @@ class Access:
         records = (key, self.user, self.team, self.organisation)
         kinds = ("key", "user", "team", "organisation")
         self.scopes = [Scope(kind, each) for kind, each in zip(kinds, records, strict=True) if each]
+        self.unused = _unused(self.limits)
+
+    @property
+    def limits(self) -> list[Limits]:
+        return [scope.record.limits for scope in self.scopes]
 
     @property
     def team_models(self) -> tuple[str, ...]:
@@ -99,6 +116,11 @@ class Access:
     @property
     def organisation_id(self) -> str:
         return self.organisation.id if self.organisation else ""
+
+    def follow(self, before: "Access | None") -> None:
+        """Stands as it did before the directory changed, unless its limits did."""
+        if before is not None and before.limits == self.limits:
+            self.standing = before.standing
 
     def refusal(self, now: float, client: str) -> ForebayError | None:
         """Why the key may not call at all; None when it may."""
@@ -135,6 +157,8 @@ class Gatekeeper:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._resolved: dict[str, Access] = {}
+        self._before: dict[str, Access] = {}
+        """Those of the last state of the directory that anybody asked for."""
         self._generation = -1
 
     def open(self, token: Token, pepper: bytes, now: float, client: str) -> Access:
@@ -162,17 +186,47 @@ class Gatekeeper:
         """The rights of the key with this public id; None when there is none."""
         if self._generation != self._directory.generation:
             self._generation = self._directory.generation
-            self._resolved = {}
+            self._before, self._resolved = self._resolved, {}
         access = self._resolved.get(key_id)
         if access is None:
             key = self._directory.key(key_id)
             if key is None:
                 return None
             access = self._resolved[key_id] = Access(key, self._directory)
+            access.follow(self._before.get(key_id))
         return access
 
 
+_TOKENS = (
+    "input_tokens_per_minute",
+    "output_tokens_per_minute",
+    "tokens_per_minute",
+    "tokens_per_day",
+)
 _NO_SECRETS = (StoredSecret("0" * 64),)
+
+
+def _filled(figures: Figures | None, since_s: float) -> Figures | None:
+    if figures is None or figures[2] <= 0:
+        return figures
+    limit, left, reset_s = figures
+    # What is overdrawn says nothing of its rate: its window does, and a day's is far the longer.
+    window_s = 86_400 if reset_s > 43_200 else 60
+    used_per_s = (limit - left) / reset_s if left > 0 else limit / window_s
+    reset_s = max(0.0, reset_s - since_s)
+    return limit, max(left, int(limit - reset_s * used_per_s)), reset_s
+
+
+def _unused(limits: Sequence[Limits]) -> Standing:
+    """The tightest limits, full."""
+    requests = [each.requests_per_minute for each in limits]
+    tokens = [getattr(each, name) for each in limits for name in _TOKENS]
+    return Standing(_full(requests), _full(tokens))
+
+
+def _full(caps: Sequence[int | None]) -> Figures | None:
+    tightest = min((cap for cap in caps if cap is not None), default=None)
+    return None if tightest is None else (tightest, tightest, 0.0)
 
 
 def _least(one: Role, other: Role) -> Role:

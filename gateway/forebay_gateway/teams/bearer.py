@@ -51,6 +51,7 @@ class Bearers:
         self._secret = secrets.token_bytes(32)
         self._opened: OrderedDict[bytes, _Opened] = OrderedDict()
         self._resolved: dict[tuple[str, ...], Access] = {}
+        self._before: dict[tuple[str, ...], Access] = {}
         self._issuers: Mapping[str, Issuer] = {}
         self._version = (-1, -1)
 
@@ -120,6 +121,7 @@ class Bearers:
                 role=grant.role,
             )
             access = self._resolved[where] = Access(key, self._directory, "token")
+            access.follow(self._before.get(where))
         if grant.team and access.team is None:
             raise PermissionDeniedError("The team of this token does not exist.")
         return access
@@ -130,7 +132,7 @@ class Bearers:
         if version != self._version:
             if version[0] != self._version[0]:
                 self._issuers = self._directory.issuers()
-                self._resolved = {}
+                self._before, self._resolved = self._resolved, {}
             self._version = version
             self._opened.clear()
 

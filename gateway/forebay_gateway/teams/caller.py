@@ -1,6 +1,7 @@
 """Whose request this is: what the edge found out, for whoever prepares and places the work."""
 
 import random
+import time
 from typing import Protocol
 
 from forebay_shared.errors import ForebayError, ModelNotFoundError, PermissionDeniedError
@@ -90,7 +91,10 @@ class Caller:
 
     def answer_headers(self) -> Headers:
         """What every answer to this caller carries."""
-        return self.headers if self.standing is None else headers_of(self.standing) + self.headers
+        if self.access is None:
+            return self.headers
+        standing = self.standing or self.access.unused
+        return headers_of(standing.later(time.monotonic())) + self.headers
 
     def toll(self, alias: str, model: str) -> Toll | None:
         """Who admits and pays for a job of this caller; None: nobody counts. `alias` is the name

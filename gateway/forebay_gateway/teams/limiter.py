@@ -131,12 +131,11 @@ class Limiter:
             given_up = record_of(hold, Usage(), "cancelled")
             self._enqueue(_Settlement(hold, given_up, known=True, only_held=True))
             raise
-        standing = Standing(
-            *(
-                None if n < 0 else (n, left, ms / 1000)
-                for n, left, ms in (cast("list[int]", answer[1:4]), cast("list[int]", answer[4:7]))
-            )
+        requests, tokens = (
+            None if limit < 0 else (limit, left, ms / 1000)
+            for limit, left, ms in (cast("list[int]", answer[at : at + 3]) for at in (1, 4))
         )
+        standing = Standing(requests, tokens, time.monotonic())
         if answer[0] != 1:
             scope, limit, wait_ms = cast("list[int]", answer[7:10])
             self.admissions["refused", plan.scopes[scope - 1].partition(" ")[0]] += 1
