@@ -256,6 +256,36 @@ def test_a_model_without_workers_is_followed_at_once(house: House) -> None:
         assert "absent" not in nobody.text
 
 
+BACKGROUND = {"input": "hello there", "max_output_tokens": 4, "background": True}
+
+
+def retrieved(http: httpx.Client, response_id: str) -> dict[str, Any]:
+    return http.get(f"/v1/responses/{response_id}").json()
+
+
+def in_the_background(http: httpx.Client, name: str) -> None:
+    """A response that goes on to another model says so to nobody: it is made, and told, once."""
+    made = http.post("/v1/responses", json={**BACKGROUND, "model": name})
+    assert made.status_code == 200, made.text
+    until(lambda: retrieved(http, made.json()["id"])["status"] not in ("queued", "in_progress"))
+    whole = retrieved(http, made.json()["id"])
+    assert whole["status"] == "incomplete", whole  # at its length
+    assert whole["model"] == name
+    assert whole["usage"]["output_tokens"] == 4
+    assert whole["created_at"] == made.json()["created_at"]
+    answer = http.post("/v1/responses", json={**BACKGROUND, "model": name, "stream": True})
+    told = events(answer.text)
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    kinds = [event["type"].removeprefix("response.") for event in told]
+    assert kinds[:3] == ["created", "queued", "in_progress"]
+    assert kinds.count("created") == kinds.count("in_progress") == 1
+    assert kinds[-1] == "incomplete"
+    assert {event["response"]["id"] for event in told if "response" in event} == {
+        told[0]["response"]["id"]
+    }
+    assert names_in(told) == {name}
+
+
 def test_a_full_queue_sends_the_next_to_the_fallback(house: House) -> None:
     """The narrow model runs one request and queues one; a third is refused by its engine."""
     occupied = threading.Barrier(3)
@@ -281,6 +311,10 @@ def test_a_full_queue_sends_the_next_to_the_fallback(house: House) -> None:
                 answer = ask(http, "full", stream=stream)
                 assert answer.status_code == 200, answer.text
                 assert "narrow" not in answer.text
+            in_the_background(http, "full")
+            refused = http.post("/v1/responses", json={**BACKGROUND, "model": "narrow"}).json()
+            until(lambda: retrieved(http, refused["id"])["status"] == "failed")
+            assert retrieved(http, refused["id"])["error"]["code"] == "server_error"
     finally:
         done.set()
         first.join()

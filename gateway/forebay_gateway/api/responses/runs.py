@@ -7,7 +7,7 @@ HTTP.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 from forebay_shared.errors import BusError, ForebayError, OverloadedError
@@ -28,23 +28,25 @@ _SETTLE_ATTEMPTS = 5
 _SETTLE_AGAIN_S = 1.0
 
 
+Work = tuple[ResponseWriter, Transcript]
+"""Who writes a response, and what."""
+Again = Callable[[ForebayError], Awaitable[Work]]
+"""The same by the next model of an alias, after an error of the last one; raises where there is
+none."""
+
+
 class _Run:
     """One response in work. `streams`: its events are kept as well."""
 
     def __init__(
-        self,
-        team: str,
-        writer: ResponseWriter,
-        input_: bytes,
-        transcript: Transcript,
-        streams: bool,
+        self, team: str, work: Work, input_: bytes, again: Again | None, streams: bool
     ) -> None:
         self.team = team
-        self.id = writer.response.id
-        self.writer = writer
+        self.writer, self.transcript = work
+        self.id = self.writer.response.id
         self.input = input_
-        self.transcript = transcript
-        self.work = AsyncExitStack()
+        self.again = again
+        self.scope = AsyncExitStack()
         """Holds the transcript, once it is entered."""
         self.streams = streams
         self.status: Status = "queued"
@@ -72,14 +74,9 @@ class BackgroundRuns:
         self._watched = False
 
     async def start(
-        self,
-        team: str,
-        writer: ResponseWriter,
-        input_: bytes,
-        transcript: Transcript,
-        streams: bool,
+        self, team: str, work: Work, input_: bytes, again: Again, streams: bool
     ) -> None:
-        """Stores the response as queued and runs it.
+        """Stores the response as queued and runs it; `again` where its model cannot.
 
         Its team's limits are asked first, and hold until it has ended: so a refusal is this call's.
         Raises OverloadedError or RateLimitError where too many run already or a limit is reached,
@@ -89,17 +86,18 @@ class BackgroundRuns:
             raise OverloadedError(
                 "This gateway runs as many background responses as it may.", retry_after_s=5.0
             )
-        run = self._runs[writer.response.id] = _Run(team, writer, input_, transcript, streams)
+        run = _Run(team, work, input_, again, streams)
+        self._runs[run.id] = run
         try:
-            await run.work.enter_async_context(transcript)
-            response = writer.response
+            await run.scope.enter_async_context(run.transcript)
+            response = run.writer.response
             previous = response.previous_response_id or ""
             owner = self._services.gateway
             await self._store.begin(team, run.id, encode(response), input_, previous, owner)
-            await self._tell(run, writer.created())
+            await self._tell(run, run.writer.created())
         except BaseException:
             del self._runs[run.id]
-            await run.work.aclose()
+            await run.scope.aclose()
             raise
         self._services.tasks.start(f"response-{run.id}", self._work(run))
         self._services.telemetry.background_responses.set(len(self._runs))
@@ -129,9 +127,23 @@ class BackgroundRuns:
             self._services.telemetry.background_responses.set(len(self._runs))
 
     async def _generate(self, run: _Run) -> None:
+        """By the models of its alias, one after the other, until one begins."""
+        while True:
+            try:
+                return await self._attempt(run)
+            except ForebayError as error:
+                if run.again is None:
+                    raise
+                run.writer, run.transcript = await run.again(error)
+            run.writer.created()  # it was told: this one's events go on behind it
+            run.scope = AsyncExitStack()
+            await run.scope.enter_async_context(run.transcript)
+
+    async def _attempt(self, run: _Run) -> None:
         writer, transcript = run.writer, run.transcript
-        async with run.work:
+        async with run.scope:
             updates = await transcript.advance()
+            run.again = None
             events = writer.started()
             run.status = "in_progress"
             if not await self._beat(run):

@@ -4,10 +4,12 @@ Everything that can be wrong with a request is found here, before any answer beg
 Litestar route and no Redis command.
 """
 
+import itertools
 import secrets
 import time
 from collections.abc import Awaitable
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 from forebay_shared.errors import (
@@ -27,7 +29,7 @@ from forebay_gateway.api.responses.composer import encode
 from forebay_gateway.api.responses.context import Context, Contexts
 from forebay_gateway.api.responses.follow import FollowedEvents
 from forebay_gateway.api.responses.items import chat_messages
-from forebay_gateway.api.responses.runs import BackgroundRuns
+from forebay_gateway.api.responses.runs import Again, BackgroundRuns, Work
 from forebay_gateway.api.responses.schema import ResponsesRequest, decode_request
 from forebay_gateway.api.responses.shapes import new_response
 from forebay_gateway.api.responses.store import ResponseStore
@@ -35,7 +37,7 @@ from forebay_gateway.api.responses.tools import Toolbox
 from forebay_gateway.api.responses.translate import chat_request, renamed
 from forebay_gateway.api.responses.truncation import fitting
 from forebay_gateway.api.responses.writer import ResponseWriter
-from forebay_gateway.api.transcript import Usage
+from forebay_gateway.api.transcript import Transcript, Usage
 from forebay_gateway.teams.aliases import warning
 from forebay_gateway.teams.caller import Caller
 
@@ -64,32 +66,19 @@ class ResponsesService:
         context = await self._contexts.of(request, response_id, team, size)
         if stores:
             self.store.check_size(context.given)
-        turn = await self._turn(request, context, response_id, caller)
-        response = new_response(
-            request,
-            turn.job.sampling,
-            response_id=response_id,
-            created_at=int(time.time()),
-            store=stores,
-        )
-        toolbox = Toolbox(request.tools or ())
-        if toolbox.left_out:
+        asked = _Asked(request, context, response_id, int(time.time()), stores, caller)
+        first = await self._attempt(asked, response_id)
+        if Toolbox(request.tools or ()).left_out:
             caller.headers.append(warning(_LEFT_OUT))
-        writer = ResponseWriter(
-            response, _logprobs(turn), toolbox.callees, seals=request.wants_sealed
-        )
-        transcript = self._turns.run(
-            turn.request, [turn.job], turn.reading, by_token=turn.logprobs is not None
-        )
         if request.background:
-            streams = bool(request.stream)
-            await self.runs.start(team, writer, context.given, transcript, streams)
-            if streams:
+            again = self._followed(asked)
+            await self.runs.start(team, first.work, context.given, again, bool(request.stream))
+            if request.stream:
                 return FollowedEvents(self.store, self.runs, team, response_id, 0)
-            return Answer(encode(response))
+            return Answer(encode(first.writer.response))
 
-        keeper = _Keeper(self.store, team, writer, context.given) if stores else None
-        return self._turns.written(turn.request, transcript, writer, keeper)
+        keeper = _Keeper(self.store, team, first.writer, context.given) if stores else None
+        return self._turns.written(first.request, first.transcript, first.writer, keeper)
 
     async def count(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
         """How many tokens a request's input is."""
@@ -112,6 +101,39 @@ class ResponsesService:
                 param="stream",
             )
 
+    async def _attempt(self, asked: "_Asked", job_id: str) -> "_Attempt":
+        """By the model that is to answer now. Raises ForebayError."""
+        request = asked.request
+        turn = await self._turn(request, asked.context, job_id, asked.caller)
+        response = new_response(
+            request,
+            turn.job.sampling,
+            response_id=asked.response_id,
+            created_at=asked.created_at,
+            store=asked.stores,
+        )
+        callees = Toolbox(request.tools or ()).callees
+        writer = ResponseWriter(response, _logprobs(turn), callees, seals=request.wants_sealed)
+        transcript = self._turns.run(
+            turn.request, [turn.job], turn.reading, by_token=turn.logprobs is not None
+        )
+        return _Attempt(turn.request, writer, transcript)
+
+    def _followed(self, asked: "_Asked") -> Again:
+        numbers = itertools.count(2)
+
+        async def again(error: ForebayError) -> Work:
+            while asked.caller.goes_on(error):
+                # A job that was refused is on the books by its id: the next one has its own.
+                job_id = f"{asked.response_id}-{next(numbers)}"
+                try:
+                    return (await self._attempt(asked, job_id)).work
+                except ForebayError as failed:
+                    error = failed
+            raise error
+
+        return again
+
     def _stores(self, request: ResponsesRequest) -> bool:
         """Whether the response is stored. Raises InvalidRequestError where it cannot be."""
         if self.store.keeps:
@@ -122,12 +144,12 @@ class ResponsesService:
         return False
 
     async def _turn(
-        self, request: ResponsesRequest, context: Context, response_id: str, caller: Caller
+        self, request: ResponsesRequest, context: Context, job_id: str, caller: Caller
     ) -> Turn:
         items, size = context.items, context.size
 
         def prepared(chat: ChatRequest) -> Awaitable[Turn]:
-            return self._turns.prepare(chat, answer_id=response_id, caller=caller, size=size)
+            return self._turns.prepare(chat, answer_id=job_id, caller=caller, size=size)
 
         try:
             chat = chat_request(request, chat_messages(items, request.instructions))
@@ -141,6 +163,29 @@ class ResponsesService:
         except ForebayError as error:
             raise renamed(error, request) from None
         return _with_own_names(turn)
+
+
+class _Asked(NamedTuple):
+    """What is asked for, whichever model answers."""
+
+    request: ResponsesRequest
+    context: Context
+    response_id: str
+    created_at: int
+    stores: bool
+    caller: Caller
+
+
+class _Attempt(NamedTuple):
+    """The same as one model answers it."""
+
+    request: ChatRequest
+    writer: ResponseWriter
+    transcript: Transcript
+
+    @property
+    def work(self) -> Work:
+        return self.writer, self.transcript
 
 
 class _Keeper:
