@@ -1,26 +1,30 @@
 """What it costs that a key belongs to a team: authorize, admit and settle, limits in four scopes.
 
-    python benchmarks/teams.py [--rounds 5] [--no-save]
+    python benchmarks/teams.py [--rounds 5] [--quick] [--only revocation "alias change"] [--no-save]
 
     alone     one call at a time, a real Redis: p50 of authorize + admit + settle; processor time of
               the gateway for each; beside it one PING through the same publisher
     busy      32 callers at once: processor time of gateway and Redis for each, the books included
     trips     commands that one admitted and settled request takes: round trips to wait for
     flood     admissions per second of one Redis core at four scopes, by 256 at once from pipelines
+    revocation, alias change
+              from the admin call's answer until each of three gateways refuses the key, serves the
+              new target: of 60 changes a round, see `teams_changes.py`
 
-Goals: 0.4 ms, 60 us, 2 trips, 20,000 admissions/s. What a gateway has to do for HTTP is not in it.
+Goals: 0.4 ms, 60 us, 2 trips, 20,000 admissions/s, 1 s. What a gateway has to do for HTTP is in the
+last two alone.
 """
 
-import argparse
 import asyncio
 import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import uvloop
 from bus import _process
@@ -47,12 +51,23 @@ from forebay_shared.link import Link
 from forebay_shared.scripts import Script
 from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.wire import Usage
+from teams_changes import alias_change, revocation
 
-CALLS = 2_000
-CALLERS, CALLS_OF_ONE = 32, 200
-PIPELINE, BATCHES = 256, 200
+CALLERS, PIPELINE = 32, 256
 MANY = 10**9
 WIDE = Limits(requests_per_minute=MANY, tokens_per_minute=MANY)
+
+
+class Size(NamedTuple):
+    """Of one round: calls one at a time, of each caller, batches of a pipeline, changes."""
+
+    calls: int
+    calls_of_one: int
+    batches: int
+    changes: int
+
+
+FULL, QUICK = Size(2_000, 200, 200, 60), Size(200, 20, 10, 6)
 
 
 @asynccontextmanager
@@ -88,7 +103,7 @@ def identified(backend: Backend, token: str) -> Caller:
     return backend.teams.identify(parts, "")
 
 
-async def alone() -> Figures:
+async def alone(calls: int) -> Figures:
     async with house() as (backend, token, redis):
         whole: list[float] = []
         pings: list[float] = []
@@ -111,28 +126,28 @@ async def alone() -> Figures:
         whole.clear()
         authorize = 0.0
         before, theirs = cpu_seconds([os.getpid()]), cpu_seconds([redis])
-        for number in range(CALLS):
+        for number in range(calls):
             await one(number)
         await backend.teams.limiter.drained(5)
         after, later = cpu_seconds([os.getpid()]), cpu_seconds([redis])
-        for _ in range(CALLS):
+        for _ in range(calls):
             began = time.perf_counter()
             await backend.publisher.call("PING")
             pings.append(time.perf_counter() - began)
         return {
             "ping p50 ms": median(pings) * 1e3,
-            "authorize us": authorize / CALLS * 1e6,
+            "authorize us": authorize / calls * 1e6,
             "authorize+admit+settle p50 ms": median(whole) * 1e3,
-            "gateway us/request": (after - before) / CALLS * 1e6,
-            "redis us/request": (later - theirs) / CALLS * 1e6,
+            "gateway us/request": (after - before) / calls * 1e6,
+            "redis us/request": (later - theirs) / calls * 1e6,
         }
 
 
-async def busy() -> Figures:
+async def busy(of_one: int) -> Figures:
     async with house() as (backend, token, redis):
 
         async def caller(name: str) -> None:
-            for number in range(CALLS_OF_ONE):
+            for number in range(of_one):
                 toll = identified(backend, token).toll("echo", "echo")
                 assert toll is not None
                 permit = await toll.admit(f"{name}-{number}", 100, 100)
@@ -144,7 +159,7 @@ async def busy() -> Figures:
         await asyncio.gather(*(caller(f"{n}") for n in range(CALLERS)))
         await backend.teams.limiter.drained(5)
         after, later = cpu_seconds([os.getpid()]), cpu_seconds([redis])
-        calls = CALLERS * CALLS_OF_ONE
+        calls = CALLERS * of_one
         return {
             "gateway us/request": (after - before) / calls * 1e6,
             "redis us/request": (later - theirs) / calls * 1e6,
@@ -173,7 +188,7 @@ async def trips() -> Figures:
         return {"waited for": float(waited), "in all": float(calls)}
 
 
-async def flood() -> Figures:
+async def flood(batches: int) -> Figures:
     """The script alone: the gateway's own time would hide what Redis can do."""
     async with house() as (backend, token, redis):
         limiter: Limiter = backend.teams.limiter
@@ -195,22 +210,35 @@ async def flood() -> Figures:
             return ("EVALSHA", admit.sha, len(names), *names, *arguments)
 
         before = cpu_seconds([redis])
-        for batch in range(BATCHES):
+        for batch in range(batches):
             commands = [command(batch * PIPELINE + n) for n in range(PIPELINE)]
             answers = await link.run(commands, 10)
             assert all(answer[0] == 1 for answer in answers)  # type: ignore[index]
         busy = cpu_seconds([redis]) - before
         await link.close()
-        return {"admissions/s of one core": PIPELINE * BATCHES / busy}
+        return {"admissions/s of one core": PIPELINE * batches / busy}
 
 
-def main(options: argparse.Namespace) -> None:
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--quick", action="store_true", help="one round of few: under a minute")
+    flags.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    options = flags.parse_args()
+    rounds, size = (1, QUICK) if options.quick else (options.rounds, FULL)
     results = Results("teams", options)
-    for name, case in (("alone", alone), ("busy", busy), ("trips", trips), ("flood", flood)):
-        rounds = [uvloop.run(case()) for _ in range(options.rounds)]
-        results.add(name, {"forebay": rounds}, "forebay")
+    for name in options.only:
+        results.add(name, {"forebay": [CASES[name](size) for _ in range(rounds)]}, "forebay")
     results.write()
 
 
+CASES: dict[str, Callable[[Size], Figures]] = {
+    "alone": lambda size: uvloop.run(alone(size.calls)),
+    "busy": lambda size: uvloop.run(busy(size.calls_of_one)),
+    "trips": lambda size: uvloop.run(trips()),
+    "flood": lambda size: uvloop.run(flood(size.batches)),
+    "revocation": lambda size: revocation(size.changes),
+    "alias change": lambda size: alias_change(size.changes),
+}
+
 if __name__ == "__main__":
-    main(parser(__doc__).parse_args())
+    main()
