@@ -161,12 +161,17 @@ class House:
         self.fleet.close()
 
     def make_teams(self) -> None:
-        """Teams with a key each, which every gateway knows. Also after Redis lost them."""
+        """Teams with a key each, which every gateway knows. Also after Redis lost them.
+
+        A token is told once, when its key is made: keys whose tokens are not known here, of a house
+        before or of an answer that was lost, are made anew.
+        """
         admin = AdminClient(self.gateways[0].base, Secret(ADMIN_KEY))
         tokens: dict[str, str] = {}
 
         def made() -> bool:
             with contextlib.suppress(StartError):  # a start takes long where much else runs
+                admin.call("POST", "apply", {}, {"prune": True})
                 tokens.update(admin.call("POST", "apply", _DOCUMENT)["tokens"])
             return bool(tokens)
 

@@ -3,6 +3,7 @@
 Two gateways, two workers and Redis, each in a network namespace of its own.
 """
 
+import asyncio
 import random
 import subprocess
 import sys
@@ -16,8 +17,10 @@ import pytest
 from chaos_house import ECHO, House
 from dice import Moments
 from fleet_house import Gateway, Worker
+from forebay_shared.link import Link
 from hosts import REDIS, Hosts, missing
 from load import Load
+from patience import PATIENCE_S
 from redis_house import RedisServer, redis_running
 from requests_mix import COMPLETIONS, Ask, echo_mix
 from serve_house import until
@@ -126,6 +129,28 @@ def test_34_a_gateway_that_is_cut_off_from_redis(
         assert load.ends["ok"] > 5
 
 
+def test_34_what_was_given_up_over_a_cut_link_is_never_done(
+    hosts: Hosts, far_redis: RedisServer
+) -> None:
+    """The kernel would go on sending it for minutes: the socket is gone with all that was in it."""
+    link, host = hosts.links["worker-0"], "worker-0"
+
+    async def give_up() -> None:
+        redis = Link(f"redis://{link.near}:{PORT}")
+        await redis.run([("PING",)], PATIENCE_S)
+        link.cut()
+        with pytest.raises(TimeoutError):
+            await redis.run([("SET", "given-up", "x")], 0.5)
+
+    with hosts.inside(host):
+        try:
+            asyncio.run(give_up())
+            assert hosts.sockets_to(PORT) == 0
+        finally:
+            link.heal()
+        assert not far_redis.client.exists("given-up")
+
+
 def test_34_slow_links_make_answers_slow_and_nothing_else(
     hosts: Hosts, far_redis: RedisServer, rng: random.Random
 ) -> None:
@@ -138,6 +163,7 @@ def test_34_slow_links_make_answers_slow_and_nothing_else(
                 link = subprocess.Popen([sys.executable, script, *map(str, words)])
             stack.callback(link.wait)
             stack.callback(link.kill)
+        stack.callback(far_redis.client.flushall)
         house = Apart(far_redis, hosts, slow=True)
         stack.callback(house.close)
         with house.trial(rng) as load:

@@ -15,7 +15,7 @@ from typing import cast
 
 from forebay_shared import keys
 from forebay_shared.errors import BusError
-from forebay_shared.link import LINK_ERRORS, Answer, Backoff, Command, Link
+from forebay_shared.link import LINK_ERRORS, ROUND_TRIP_S, Answer, Backoff, Command, Link
 from forebay_shared.packets import CHANGES
 from forebay_shared.reader import Feed
 from forebay_shared.wire import Changed
@@ -26,7 +26,6 @@ from forebay_gateway.teams.directory import Directory
 log = logging.getLogger(__name__)
 
 POLL_S = 0.4
-TRIP_S = 10.0
 STALE_S = 60.0
 """So long the mirror speaks for a Redis that is away. After it, nobody knows what holds."""
 SCAN_COUNT = 1_000
@@ -187,7 +186,7 @@ class DirectorySync:
 
 
 async def _ask(link: Link, commands: list[Command]) -> list[Answer]:
-    answers = await link.run(commands, TRIP_S)
+    answers = await link.run(commands, ROUND_TRIP_S)
     for answer in answers:
         if isinstance(answer, ResponseError):
             raise answer
