@@ -48,12 +48,13 @@ if os.environ.pop("TEST_HANG", ""):
         return advance(core)
     EchoCore.step = hanging
     signal.signal(signal.SIGUSR2, lambda *_: hangs.set())
-if seize_s := float(os.environ.pop("TEST_SEIZE_S", 0)):
+if os.environ.pop("TEST_SEIZE", ""):
     from forebay_worker.beacon import Presence
-    renew, libc = Presence.renew, ctypes.PyDLL(None)
+    renew, libc, mutex = Presence.renew, ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     def seize(presence):
         renew(presence)
-        libc.sleep(int(seize_s))  # with the interpreter's lock
+        for _ in range(2):
+            libc.pthread_mutex_lock(mutex)  # with the interpreter's lock
     Presence.renew = seize
 if jump := float(os.environ.pop("TEST_CLOCK", 0)):
     real, offset = time.time, [0.0]

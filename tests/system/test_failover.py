@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from fleet_house import AUTH, LONG_LEASE_S, Fleet, Gateway, Worker, fleet, stream
+from forebay_worker.alarm import EXIT_CODE
 from forebay_worker.watchdog import LOOK_S
 from patience import PATIENCE_S
 from redis_house import redis_running
@@ -104,8 +105,8 @@ def test_a_step_that_hangs_ends_its_worker_and_nothing_else(house: Fleet) -> Non
 
 
 def test_a_thread_that_keeps_the_interpreter_ends_its_worker_too(house: Fleet) -> None:
-    hanging = house.echo(0.0, "--step-timeout-s", "1", TEST_SEIZE_S="600")
-    assert hanging.process.wait(PATIENCE_S) == 1
+    hanging = house.echo(0.0, "--step-timeout-s", "1", TEST_SEIZE="1")
+    assert hanging.process.wait(PATIENCE_S) == EXIT_CODE
     assert "Timeout" in hanging.log
     assert "seize" in hanging.log
 

@@ -5,7 +5,6 @@ left to the command line, which prints its one line.
 """
 
 import asyncio
-import faulthandler
 import logging
 import signal
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from forebay_shared.telemetry import EngineMetrics, WorkerMetrics
 from forebay_shared.tracing import opened
 from prometheus_client import CollectorRegistry
 
+from forebay_worker.alarm import last_resort
 from forebay_worker.announcement import Announcement
 from forebay_worker.beacon import Presence
 from forebay_worker.digest import Digests
@@ -60,7 +60,7 @@ def run(settings: WorkerSettings) -> int:
                     worker=worker,
                     loaded=announced.end,
                     tracing=tracing,
-                    alarm=_end_unless_called,
+                    alarm=last_resort(),
                 )
                 runner.run(serving)
         except Exception:
@@ -127,12 +127,6 @@ async def serve(
         finally:
             await shielded(_leave(engine, service, presence), ENGINE_STOP_S + FAREWELL_S)
     log.info("worker %s stopped", worker)
-
-
-def _end_unless_called(timeout_s: float) -> None:
-    """Ends the process with a 1, and the stacks of its threads on stderr, so much later: from a
-    thread that needs no lock of the interpreter. A later call takes the place of an earlier one."""
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
 
 
 def _stop_on_signals() -> asyncio.Event:
