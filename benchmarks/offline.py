@@ -58,6 +58,20 @@ MODELS = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
 }
 BATCHES = (1, 8, 32, 64, 128, 256)
 Prompt = list[int]

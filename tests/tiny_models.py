@@ -32,6 +32,15 @@ _LLAMA3 = {
 }
 _LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10_000.0}
 
+# Experts that barely make it among the chosen weigh little, so a router's rounding matters little.
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 5,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+
 VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**_SIZES),
     "llama3_rope": lambda: transformers.LlamaConfig(
@@ -42,6 +51,10 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     ),
     "qwen2": lambda: transformers.Qwen2Config(**_SIZES, use_sliding_window=False),
     "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=16),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_SIZES | _EXPERTS),
+    "qwen3_moe_mixed": lambda: transformers.Qwen3MoeConfig(
+        **_SIZES | _EXPERTS | {"norm_topk_prob": False, "num_experts": 7}, mlp_only_layers=[1]
+    ),
     "mistral": lambda: transformers.MistralConfig(**_SIZES, head_dim=8, sliding_window=None),
 }
 

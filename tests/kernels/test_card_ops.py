@@ -1,12 +1,16 @@
 """The card's ops through a whole decoder: the logits of the reference ops, step by step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from forebay_worker.kernels import reference
 from forebay_worker.kernels.card import CardOps
+from forebay_worker.kernels.linear_table import Choice
 from forebay_worker.kernels.reference import KvCache, Step
-from forebay_worker.models.config import ModelConfig
-from forebay_worker.models.decoder import Decoder, parameters
+from forebay_worker.kernels.small_linear import LinearConfig, make_scratch
+from forebay_worker.models.config import Experts, ModelConfig
+from forebay_worker.models.decoder import Decoder, fold_norm, parameters
 
 CONFIG = ModelConfig(
     family="qwen3",
@@ -25,6 +29,9 @@ CONFIG = ModelConfig(
     eos_token_ids=(0,),
     dtype="float32",
     qk_norm=True,
+)
+EXPERTS = Experts(
+    layers=frozenset({1}), number=5, per_token=2, intermediate_size=40, renormalise=True
 )
 
 
@@ -64,17 +71,22 @@ def step_of(chunks: list[int], kv_lens: list[int], device: torch.device) -> Step
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "experts"),
+    # In bfloat16 a router may choose otherwise.
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, EXPERTS)],
+)
 def test_a_decoder_on_the_card_gives_the_references_logits(
-    dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, experts: Experts | None, device: torch.device
 ) -> None:
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("the interpreter multiplies the bits of bfloat16 tiles as integers")
-    weights = random_weights(CONFIG, dtype, device)
+    config = replace(CONFIG, experts=experts)
+    weights = random_weights(config, dtype, device)
     wide = {name: weight.float() for name, weight in weights.items()}
     ops = CardOps(4, 2, 16, device)
-    decoder = Decoder(CONFIG, weights, ops, 256)
-    twin = Decoder(CONFIG, wide, reference, 256)
+    decoder = Decoder(config, weights, ops, 256)
+    twin = Decoder(config, wide, reference, 256)
     shape = (2, 24, 16, 2, 16)
     cache = KvCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
     wide_cache = KvCache(*(torch.zeros(shape, device=device) for _ in range(2)))
@@ -86,3 +98,28 @@ def test_a_decoder_on_the_card_gives_the_references_logits(
         ref = twin(step, wide_cache)
         limit = 1e-5 if dtype == torch.float32 else 3e-2
         assert float((out - ref).norm() / ref.norm()) < limit
+
+
+def test_own_products_around_experts_give_the_references_logits(device: torch.device) -> None:
+    """The norm after experts is applied by the product that follows, from the squares they leave;
+    gains are in that product's weight."""
+    config = replace(CONFIG, experts=replace(EXPERTS, layers=frozenset({0})))
+    weights = random_weights(config, torch.float32, device)
+    folded = dict(weights)
+    for name in weights:
+        folded[name] = weights[name].clone()
+        fold_norm(name, folded)
+    ops = CardOps(4, 2, 16, device, folded=True)
+    small = LinearConfig(tile_n=16, tile_k=32, num_stages=2)
+    for weight in folded.values():
+        if weight.dim() == 2:
+            scratch = make_scratch(len(weight), small, device)
+            ops.products._choices[16, weight.shape] = Choice(small, scratch)
+    decoder, twin = Decoder(config, folded, ops, 256), Decoder(config, weights, reference, 256)
+    shape = (2, 24, 16, 2, 16)
+    caches = [KvCache(*(torch.zeros(shape, device=device) for _ in range(2))) for _ in range(2)]
+    for chunks, lens in [([3, 4], [3, 4]), ([1, 1], [4, 5])]:
+        step = step_of(chunks, lens, device)
+        ops.begin(step)
+        out, ref = decoder(step, caches[0]), twin(step, caches[1])
+        assert float((out - ref).norm() / ref.norm()) < 1e-5

@@ -139,7 +139,8 @@ def test_a_broken_or_missing_file_is_named(checkpoint: Path) -> None:
     [
         (
             {"model_type": "gpt2"},
-            "Model family 'gpt2' is not supported; supported are: llama, mistral, qwen2, qwen3.",
+            "Model family 'gpt2' is not supported; supported are: "
+            "llama, mistral, qwen2, qwen3, qwen3_moe.",
         ),
         ({"hidden_size": 0}, "config.json: hidden_size must be a positive integer."),
         (

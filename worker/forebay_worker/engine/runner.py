@@ -110,8 +110,10 @@ class Runner:
             self._decode(step, self._cache)
 
     def _new_decoder(self, checkpoint: Path, settings: WorkerSettings) -> Forward:
-        """Compiled when numba is there and sums are float32; else layer by layer in torch."""
-        fused = _fused() if self._dtype == torch.float32 else None
+        """Compiled when numba is there, sums are float32 and no layer has experts; else layer by
+        layer in torch."""
+        plain = self._dtype != torch.float32 or self.config.experts is not None
+        fused = None if plain else _fused()
         dtype = self._dtype
         if fused is not None:
             dtype = self._stored_dtype(checkpoint, settings)

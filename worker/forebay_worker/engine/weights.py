@@ -6,6 +6,7 @@ It knows names and lists of parameters, not what the parameters compute.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,9 +44,9 @@ def load(
     # A tied head may be stored all the same.
     optional = ("lm_head.weight",) if config.tied_embeddings else ()
     optional = (*optional, *fp8_weights.unused(config), *DERIVED)
-    wanted = list(parameters(config))
     with ExitStack() as stack:
         tensors = open_tensors(directory, stack)
+        wanted = [_as_stored(each, tensors) for each in parameters(config)]
         _check_names(tensors, wanted, config.family, optional)
         packed: dict[str, Tensor] = {}
         for parameter in _shown(wanted, dtype, progress):
@@ -165,8 +166,19 @@ def _pack(
     return packed
 
 
+def _as_stored(parameter: Parameter, tensors: Tensors) -> Parameter:
+    """With the one tensor that holds it all in place of its parts, where that is stored."""
+    if parameter.whole not in tensors:
+        return parameter
+    return replace(parameter, parts=(parameter.whole,), sizes=(sum(parameter.sizes),))
+
+
 def _split(packed: Tensor, parameter: Parameter) -> Iterator[Tensor]:
+    if parameter.parts == (parameter.whole,):
+        yield packed
+        return
+    rows = packed if parameter.experts is None else packed.flatten(0, 1)
     start = 0
     for size in parameter.sizes:
-        yield packed[start : start + size]
+        yield rows[start : start + size]
         start += size

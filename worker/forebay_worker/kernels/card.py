@@ -17,16 +17,20 @@ from forebay_worker.kernels.decode_attention import (
     paged_decode_attention,
     plan_decode,
 )
+from forebay_worker.kernels.expert_linear import combine, experts_down, experts_gate_up
+from forebay_worker.kernels.expert_linear import config_for as config_for_experts
 from forebay_worker.kernels.fp8 import FEW_ROWS, Fp8, Numbers
 from forebay_worker.kernels.fp8_linear import fp8_linear
 from forebay_worker.kernels.linear_table import LinearTable
 from forebay_worker.kernels.norm_rope_store import norm_rope_store
 from forebay_worker.kernels.prefill_attention import paged_prefill_attention
 from forebay_worker.kernels.quantize import quantize, rms_norm_quantize, silu_mul_quantize
-from forebay_worker.kernels.reference import KvCache, Step
+from forebay_worker.kernels.reference import ExpertWeights, KvCache, Step
 from forebay_worker.kernels.rms_norm import rms_norm
+from forebay_worker.kernels.routing import route
 from forebay_worker.kernels.silu_mul import silu_mul
 from forebay_worker.kernels.small_linear import (
+    MOST_ROWS,
     LinearConfig,
     LinearScratch,
     Norm,
@@ -66,9 +70,13 @@ class CardOps:
         self._squares: dict[int, Tensor] = {}
         self._summed: tuple[Tensor, Tensor] | None = None
 
+        self._row_squares = torch.zeros((1, MOST_ROWS), dtype=torch.float32, device=device)
+        self._kv_slots: Tensor | None = None
+
     def begin(self, step: Step) -> None:
-        """Plans the decode attention of `step`; in a graph, of the lengths at each replay."""
-        self._summed = None
+        """Plans the decode attention of `step`; in a graph, of the lengths at each replay. Tokens
+        whose KV slot is negative are padding, which takes no expert."""
+        self._summed, self._kv_slots = None, step.kv_slots
         if step.num_decodes:
             plan_decode(self._plan(step.num_decodes), step.kv_lens[: step.num_decodes])
 
@@ -146,6 +154,31 @@ class CardOps:
             return residual.add_(fp8_linear(x, weight, bias, residual.dtype))
         small_linear(x, weight, residual, choice.scratch, choice.config, add=True)
         return residual if bias is None else residual.add_(bias)
+
+    def sparse_mlp(
+        self, residual: Tensor, gain: Tensor, eps: float, experts: ExpertWeights
+    ) -> Tensor:
+        """Adds to the residual [T, hidden], in place, what the experts of each token give."""
+        rows, number = len(residual), len(experts.gate_up)
+        x = rms_norm(residual, gain, eps)
+        logits = self._router(x, experts.router)
+        config = config_for_experts(rows * experts.per_token, number, x.itemsize)
+        routing = route(
+            logits, experts.per_token, experts.renormalise, config.tile_m, self._kv_slots
+        )
+        gated = experts_gate_up(x, experts.gate_up, routing, config)
+        parts = experts_down(gated, experts.down, routing, config)
+        squares = self._row_squares if rows <= MOST_ROWS else None
+        combine(residual, parts, routing, number, squares)
+        self._summed = None if squares is None else (residual, squares)
+        return residual
+
+    def _router(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight^T, by what `products` chose."""
+        choice = self.products.find(len(x), weight)
+        if choice is None:
+            return functional.linear(x, weight)
+        return small_linear(x, weight, _empty(x, len(weight)), choice.scratch, choice.config)
 
     def _add_own(
         self,

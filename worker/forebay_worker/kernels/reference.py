@@ -65,6 +65,19 @@ class Step:
     host_kv_lens: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """A layer's experts: router [E, hidden], gate_up [E, 2 I, hidden], down [E, hidden, I], which
+    is E gated MLPs of I. Each token takes `per_token` of them; `renormalise`: with weights that add
+    up to 1."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    per_token: int
+    renormalise: bool
+
+
 def linear(
     x: Tensor, weight: Numbers, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -110,6 +123,30 @@ def linear_add(x: Numbers, weight: Numbers, bias: Tensor | None, residual: Tenso
     """residual + linear(x); may overwrite the residual."""
     x = fp8.dequantize(x, residual.dtype) if isinstance(x, Fp8) else x
     return residual + linear(x, weight, bias)
+
+
+def route(logits: Tensor, per_token: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """The `per_token` likeliest experts of each row of logits [T, E], of equal ones those of the
+    lower number, and their weights: both [T, per_token], by weight. The softmax is float32."""
+    found = torch.softmax(logits.float(), -1).sort(dim=-1, descending=True, stable=True)
+    weights, chosen = found.values[:, :per_token], found.indices[:, :per_token]
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen
+
+
+def sparse_mlp(residual: Tensor, gain: Tensor, eps: float, experts: ExpertWeights) -> Tensor:
+    """residual + the weighted sum of the chosen experts' gated MLPs of rms_norm(residual). The sum
+    is float32."""
+    x = rms_norm(residual, gain, eps)
+    weights, chosen = route(linear(x, experts.router), experts.per_token, experts.renormalise)
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for expert in chosen.unique().tolist():
+        row, slot = (chosen == expert).nonzero(as_tuple=True)
+        gated = silu_mul(linear(x[row], experts.gate_up[expert]))
+        part = linear(gated, experts.down[expert])
+        total.index_add_(0, row, part.float() * weights[row, slot, None])
+    return residual + total.to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from forebay_worker.kernels.fp8 import Numbers
-from forebay_worker.kernels.reference import KvCache, Step
+from forebay_worker.kernels.reference import ExpertWeights, KvCache, Step
 
 
 class Ops(Protocol):
@@ -38,6 +38,11 @@ class Ops(Protocol):
     @staticmethod
     def linear_add(
         x: Numbers, weight: Numbers, bias: Tensor | None, residual: Tensor
+    ) -> Tensor: ...
+
+    @staticmethod
+    def sparse_mlp(
+        residual: Tensor, gain: Tensor, eps: float, experts: ExpertWeights
     ) -> Tensor: ...
 
     @staticmethod

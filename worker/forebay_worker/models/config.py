@@ -1,4 +1,4 @@
-"""ModelConfig: a dense decoder's shape, read from config.json. It knows no family: each family's
+"""ModelConfig: a decoder's shape, read from config.json. It knows no family: each family's
 file reads its own differences and `registry` picks it.
 """
 
@@ -39,6 +39,18 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """In `layers` the MLP is `number` small ones of `intermediate_size`, of which a router picks
+    `per_token` for each token, by the softmax over all; `renormalise`: theirs add up to 1."""
+
+    layers: frozenset[int]
+    number: int
+    per_token: int
+    intermediate_size: int
+    renormalise: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes in elements; `max_position` in tokens; `dtype` is the checkpoint's own."""
 
@@ -62,6 +74,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     quantization: Quantization | None = None
+    experts: Experts | None = None
 
     @property
     def q_size(self) -> int:
@@ -79,6 +92,10 @@ class ModelConfig:
     def kv_is_fp8(self) -> bool:
         return self.quantization is not None and self.quantization.kv_cache
 
+    def experts_of(self, layer: int) -> Experts | None:
+        """None where the layer has one MLP for all tokens."""
+        return self.experts if self.experts and layer in self.experts.layers else None
+
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of keys and values per position, over all layers."""
         return 2 * self.num_layers * self.kv_size * itemsize
@@ -93,22 +110,22 @@ def base_config(raw: RawConfig, **differences: Any) -> ModelConfig:
         raise ModelError(
             f"config.json: hidden_act {raw['hidden_act']!r} is not supported, only silu."
         )
-    heads = _positive(raw, "num_attention_heads")
-    hidden = _positive(raw, "hidden_size")
+    heads = positive(raw, "num_attention_heads")
+    hidden = positive(raw, "hidden_size")
     kv_heads = raw.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ModelError("config.json: num_key_value_heads must divide num_attention_heads.")
     fields: dict[str, Any] = {
         "family": raw["model_type"],
-        "vocab_size": _positive(raw, "vocab_size"),
+        "vocab_size": positive(raw, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": _positive(raw, "intermediate_size"),
-        "num_layers": _positive(raw, "num_hidden_layers"),
+        "intermediate_size": positive(raw, "intermediate_size"),
+        "num_layers": positive(raw, "num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": raw.get("head_dim") or hidden // heads,
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "max_position": _positive(raw, "max_position_embeddings"),
+        "max_position": positive(raw, "max_position_embeddings"),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "eos_token_ids": _ids(raw.get("eos_token_id")),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
@@ -117,7 +134,8 @@ def base_config(raw: RawConfig, **differences: Any) -> ModelConfig:
     return ModelConfig(**fields | differences)
 
 
-def _positive(raw: RawConfig, name: str) -> int:
+def positive(raw: RawConfig, name: str) -> int:
+    """A size of config.json. Raises ModelError when it is missing or none."""
     value = raw.get(name)
     if not isinstance(value, int) or value <= 0:
         raise ModelError(f"config.json: {name} must be a positive integer.")

@@ -11,14 +11,15 @@ from torch.nn import functional
 
 from forebay_worker.kernels import fp8, reference
 from forebay_worker.kernels.fp8 import Fp8
-from forebay_worker.kernels.reference import KvCache, Step
+from forebay_worker.kernels.reference import ExpertWeights, KvCache, Step
 from forebay_worker.layers import rope
 from forebay_worker.layers.attention import Attention
 from forebay_worker.layers.linear import Linear
 from forebay_worker.layers.mlp import Mlp
 from forebay_worker.layers.norm import RmsNorm
 from forebay_worker.layers.ops import Ops
-from forebay_worker.models.config import ModelConfig
+from forebay_worker.layers.sparse_mlp import SparseMlp
+from forebay_worker.models.config import Experts, ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -28,35 +29,44 @@ LAYERS = "model.layers."
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A packed parameter: the checkpoint's tensors `parts`, of `sizes` rows, one under another."""
+    """A packed parameter: the checkpoint's tensors `parts`, of `sizes` rows, one under another.
+
+    Of `experts` that many are stacked, each of as many rows; `whole` is what a checkpoint may store
+    in place of the parts, of the parameter's own shape.
+    """
 
     name: str
     parts: tuple[str, ...]
     sizes: tuple[int, ...]
     columns: int | None = None
+    experts: int | None = None
+    whole: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         rows = sum(self.sizes)
-        return (rows,) if self.columns is None else (rows, self.columns)
+        if self.columns is None:
+            return (rows,)
+        if self.experts is None:
+            return rows, self.columns
+        return self.experts, rows // self.experts, self.columns
 
 
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
     """Every parameter of the decoder, in the order of the layers."""
     yield Parameter(EMBEDDING, (EMBEDDING,), (config.vocab_size,), config.hidden_size)
     for layer in range(config.num_layers):
-        yield from _layer_parameters(config, f"model.layers.{layer}")
+        yield from _layer_parameters(config, layer)
     yield Parameter(FINAL_NORM, (FINAL_NORM,), (config.hidden_size,))
     if not config.tied_embeddings:
         yield Parameter(HEAD, (HEAD,), (config.vocab_size,), config.hidden_size)
 
 
-def _layer_parameters(config: ModelConfig, at: str) -> Iterator[Parameter]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    attention, mlp = f"{at}.self_attn", f"{at}.mlp"
+def _layer_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
+    hidden, at = config.hidden_size, f"{LAYERS}{layer}"
+    attention = f"{at}.self_attn"
     qkv = tuple(f"{attention}.{part}_proj" for part in "qkv")
     qkv_sizes = (config.q_size, config.kv_size, config.kv_size)
-    gate_up = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
     yield _plain(f"{at}.input_layernorm.weight", hidden)
     yield from _linear(f"{attention}.qkv", qkv, qkv_sizes, hidden, config.qkv_bias)
     if config.qk_norm:
@@ -65,9 +75,33 @@ def _layer_parameters(config: ModelConfig, at: str) -> Iterator[Parameter]:
     output = f"{attention}.o_proj"
     yield from _linear(output, (output,), (hidden,), config.q_size, config.output_bias)
     yield _plain(f"{at}.post_attention_layernorm.weight", hidden)
+    experts = config.experts_of(layer)
+    if experts is None:
+        yield from _mlp_parameters(config, f"{at}.mlp")
+    else:
+        yield from _expert_parameters(experts, hidden, f"{at}.mlp")
+
+
+def _mlp_parameters(config: ModelConfig, mlp: str) -> Iterator[Parameter]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gate_up, down = (f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{mlp}.down_proj"
     yield from _linear(f"{mlp}.gate_up", gate_up, (inner, inner), hidden, config.mlp_bias)
-    down = f"{mlp}.down_proj"
     yield from _linear(down, (down,), (hidden,), inner, config.mlp_bias)
+
+
+def _expert_parameters(experts: Experts, hidden: int, mlp: str) -> Iterator[Parameter]:
+    number, inner = experts.number, experts.intermediate_size
+    router = f"{mlp}.gate.weight"
+    yield Parameter(router, (router,), (number,), hidden)
+
+    def stacked(name: str, parts: tuple[str, ...], rows: int, columns: int) -> Parameter:
+        at = f"{mlp}.experts"
+        names = tuple(f"{at}.{each}.{part}.weight" for each in range(number) for part in parts)
+        sizes = (rows,) * len(names)
+        return Parameter(f"{at}.{name}.weight", names, sizes, columns, number, f"{at}.{name}_proj")
+
+    yield stacked("gate_up", ("gate_proj", "up_proj"), inner, hidden)
+    yield stacked("down", ("down_proj",), hidden, inner)
 
 
 def _plain(name: str, size: int) -> Parameter:
@@ -108,7 +142,7 @@ def quantize(name: str, weights: dict[str, Tensor]) -> None:
 @dataclass(frozen=True, slots=True)
 class Layer:
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | SparseMlp
 
 
 class Decoder:
@@ -122,8 +156,7 @@ class Decoder:
         self._embedding = weights[EMBEDDING]
         cos_sin = cos_sin_table(config, max_model_len).to(self._embedding.device)
         self._layers = [
-            _layer(config, weights, f"model.layers.{layer}", cos_sin, ops)
-            for layer in range(config.num_layers)
+            _layer(config, weights, layer, cos_sin, ops) for layer in range(config.num_layers)
         ]
         self._norm = RmsNorm(weights[FINAL_NORM], config.norm_eps)
         self._head = Linear(weights[EMBEDDING if config.tied_embeddings else HEAD], None, ops)
@@ -156,8 +189,10 @@ class Decoder:
 
 
 def _layer(
-    config: ModelConfig, weights: Mapping[str, Tensor], at: str, cos_sin: Tensor, ops: Ops
+    config: ModelConfig, weights: Mapping[str, Tensor], layer: int, cos_sin: Tensor, ops: Ops
 ) -> Layer:
+    at = f"{LAYERS}{layer}"
+
     def linear(name: str) -> Linear:
         weight, scale = weights[f"{at}.{name}.weight"], weights.get(f"{at}.{name}.weight_scale")
         bias = weights.get(f"{at}.{name}.bias")
@@ -176,8 +211,20 @@ def _layer(
         cos_sin=cos_sin,
         ops=ops,
     )
-    mlp = Mlp(norm("post_attention_layernorm"), linear("mlp.gate_up"), linear("mlp.down_proj"))
-    return Layer(attention, mlp)
+    before, experts = norm("post_attention_layernorm"), config.experts_of(layer)
+    if experts is None:
+        return Layer(attention, Mlp(before, linear("mlp.gate_up"), linear("mlp.down_proj")))
+    return Layer(attention, SparseMlp(before, _expert_weights(experts, weights, at), ops))
+
+
+def _expert_weights(experts: Experts, weights: Mapping[str, Tensor], at: str) -> ExpertWeights:
+    return ExpertWeights(
+        router=weights[f"{at}.mlp.gate.weight"],
+        gate_up=weights[f"{at}.mlp.experts.gate_up.weight"],
+        down=weights[f"{at}.mlp.experts.down.weight"],
+        per_token=experts.per_token,
+        renormalise=experts.renormalise,
+    )
 
 
 def cos_sin_table(config: ModelConfig, positions: int) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from forebay_worker.models import llama, mistral, qwen2, qwen3
+from forebay_worker.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from forebay_worker.models.config import ModelConfig, ModelError, RawConfig
 from forebay_worker.models.quantization import quantization
 
@@ -15,6 +15,7 @@ FAMILIES: dict[str, Callable[[RawConfig], ModelConfig]] = {
     "mistral": mistral.config,
     "qwen2": qwen2.config,
     "qwen3": qwen3.config,
+    "qwen3_moe": qwen3_moe.config,
 }
 
 
