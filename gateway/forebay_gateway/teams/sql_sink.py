@@ -6,7 +6,7 @@ knows no Redis.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,10 +14,13 @@ import msgspec
 from forebay_shared.books import UsageRecord
 from forebay_shared.settings import StartError
 
-from forebay_gateway.teams.sinks import Entry
+from forebay_gateway.teams.sinks import Entry, SinkError
 
 TABLE = "forebay_usage"
-_NAMES = ("organisation", "team", "user", "key", "model", "alias")
+_IDS = ("organisation", "team", "user", "key")
+_NAMES = ("model", "alias")
+"""Of served models, which may be paths: of any length."""
+_ID_LENGTH = 255
 _COUNTS = ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
 _TIMES = ("queued_ms", "prefill_ms", "decode_ms")
 
@@ -46,24 +49,56 @@ def open_database(url: str) -> "SqlSink":
 class SqlSink:
     """The table `forebay_usage`: a row per record, by its id and its number of attempts.
 
-    What is there is left as it is.
+    What is there is left as it is; columns that an older table lacks are added.
     """
 
     def __init__(self, sql: Any, engine: Any) -> None:
         self._sql = sql
         self._engine = engine
         self._table = _table(sql)
-        self._made = False
+        self._room: dict[str, int] | None = None
+        """The most characters of those columns that have a bound; None until it was looked."""
 
     def write(self, entries: Sequence[Entry]) -> None:
-        if not self._made:
+        """Raises SinkError for a table that has no place for a record."""
+        if self._room is None:
             self._table.metadata.create_all(self._engine)
-            self._made = True
+            self._room = self._mend()
         rows = {(record.id, record.attempts): _row(entry, record) for entry, record in entries}
+        _check_room(self._room, rows.values())
         try:
             self._insert(rows)
         except self._sql.exc.IntegrityError:  # another gateway was quicker
             self._insert(rows)
+
+    def _mend(self) -> dict[str, int]:
+        """Adds what the table lacks; how many characters each bounded column takes."""
+        found = self._columns()
+        for column in self._table.columns:
+            if column.name not in found:
+                self._add(column)
+        lengths = {name: getattr(each["type"], "length", None) for name, each in found.items()}
+        return {name: length for name, length in lengths.items() if length}
+
+    def _columns(self) -> dict[str, Any]:
+        columns = self._sql.inspect(self._engine).get_columns(TABLE)
+        return {column["name"]: column for column in columns}
+
+    def _add(self, column: Any) -> None:
+        """Raises SinkError where that cannot be done; another gateway may be quicker."""
+        made = self._sql.schema.CreateColumn(column).compile(dialect=self._engine.dialect)
+        statement = f"ALTER TABLE {TABLE} ADD COLUMN {str(made).strip()}"
+        try:
+            if column.server_default is None:  # what would older rows have in it?
+                raise SinkError(f"the table {TABLE} is another one: it has no {column.name}")
+            with self._engine.begin() as connection:
+                connection.execute(self._sql.text(statement))
+        except self._sql.exc.SQLAlchemyError:
+            if column.name not in self._columns():
+                raise SinkError(
+                    f"the table {TABLE} has no column {column.name}, and it could not be added: "
+                    f"let its owner run: {statement}"
+                ) from None
 
     def _insert(self, rows: dict[Place, dict[str, Any]]) -> None:
         columns = self._table.c
@@ -76,26 +111,43 @@ class SqlSink:
                 connection.execute(self._table.insert(), new)
 
 
+def _check_room(room: Mapping[str, int], rows: Iterable[Mapping[str, Any]]) -> None:
+    """SQLite takes what is too long all the same, other databases would refuse the whole batch."""
+    for row in rows:
+        for name, most in room.items():
+            value = row.get(name)
+            if isinstance(value, str) and len(value) > most:
+                raise SinkError(
+                    f"the column {name} of the table {TABLE} takes {most} characters and is to "
+                    f"have {len(value)}: make it TEXT"
+                )
+
+
 def _table(sql: Any) -> Any:
-    name = sql.String(255)
+    id_ = sql.String(_ID_LENGTH)
     return sql.Table(
         TABLE,
         sql.MetaData(),
-        sql.Column("id", name, primary_key=True),
+        sql.Column("id", id_, primary_key=True),
         sql.Column("attempt", sql.Integer, primary_key=True, autoincrement=False),
         sql.Column("entry", sql.String(48), nullable=False),
         sql.Column("at", sql.DateTime, nullable=False, index=True),
-        *(sql.Column(each, name, nullable=False) for each in _NAMES),
+        *(sql.Column(each, id_, nullable=False) for each in _IDS),
+        *(sql.Column(each, sql.Text, nullable=False) for each in _NAMES),
         sql.Column("outcome", sql.String(16), nullable=False),
         *(sql.Column(each, sql.BigInteger, nullable=False) for each in _COUNTS),
         *(sql.Column(each, sql.Float, nullable=False) for each in _TIMES),
         sql.Column("cost_billionths", sql.BigInteger, nullable=False),
+        sql.Column("estimated", sql.Boolean, nullable=False, server_default=sql.false()),
     )
 
 
 def _row(entry: str, record: UsageRecord) -> dict[str, Any]:
     """`at` is in UTC; SQLite has no exact decimals, so `cost` is a whole number of billionths."""
-    fields = msgspec.structs.asdict(record)
+    fields = {
+        name: value.replace("\x00", "\ufffd") if isinstance(value, str) else value
+        for name, value in msgspec.structs.asdict(record).items()  # PostgreSQL's texts have no NUL
+    }
     at = datetime.fromtimestamp(record.at, UTC).replace(tzinfo=None)
     attempt, cost = fields.pop("attempts"), fields.pop("cost")
     return {**fields, "attempt": attempt, "entry": entry, "at": at, "cost_billionths": cost}
