@@ -1,7 +1,7 @@
 """Each Triton kernel on the card: time, bytes/s or flop/s, and the share of the measured peak.
 
     PYTHONPATH=worker:shared python3 benchmarks/kernels.py --out kernels.csv [--kinds decode,fp8]
-    … --sweep: every tile shape worth a try, instead of the defaults, of attention and of fp8
+    … --sweep: every tile shape worth a try, instead of the defaults, of attention, fp8 and experts
 
 Inputs are random. A measurement is one CUDA graph of many launches over rotating inputs of 256 MB
 (64 sets at most), so that neither launches nor 60 MB of L2 colour it; the median of 20 replays.
@@ -395,8 +395,14 @@ def bench_fp8(peak: Peak, sweep: bool) -> Iterator[Row]:
     yield from bench_prefill(peak, PREFILL_SWEEP if sweep else [DEFAULT_E4M3], E4M3)
 
 
+def bench_experts(peak: Peak, sweep: bool) -> Iterator[Row]:
+    import expert_kernels
+
+    yield from expert_kernels.bench_experts(peak, sweep)
+
+
 def main() -> None:
-    kinds = "layers,linears,sampling,prefill,decode,fp8"
+    kinds = "layers,linears,sampling,prefill,decode,fp8,experts"
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", required=True, help="CSV file to write")
     parser.add_argument("--kinds", default=kinds, help="which, of those of the default")
@@ -412,6 +418,7 @@ def main() -> None:
         "prefill": partial(bench_prefill, peak, PREFILL_SWEEP if args.sweep else [PrefillConfig()]),
         "decode": partial(bench_decode, peak, DECODE_SWEEP if args.sweep else [DecodeConfig()]),
         "fp8": partial(bench_fp8, peak, args.sweep),
+        "experts": partial(bench_experts, peak, args.sweep),
     }
     rows = itertools.chain.from_iterable(every[kind]() for kind in args.kinds.split(","))
     source = provenance()

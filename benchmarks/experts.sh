@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# All that experts have to show on a card, the most telling first: bash benchmarks/experts.sh DIRECTORY
+#
+# Tests of the kernels and the runner, captured steps of Qwen3-30B-A3B with random weights, kernels by tile shape,
+# the offline workloads. A part that fails does not stop the others.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:?"a directory for the results"}
+mkdir -p "$out"
+export PYTHONPATH=worker:shared
+python=${PYTHON:-python3}
+status=0
+
+part() { # NAME COMMAND...
+  local name=$1; shift
+  echo "== $name"
+  "$@" > "$out/$name.log" 2>&1 || { status=1; echo "failed"; }
+  tail -n "${LINES_SHOWN:-25}" "$out/$name.log"
+}
+
+part tests $python -m pytest --confcutdir=tests/kernels -o addopts=--import-mode=importlib -p no:cacheprovider -q \
+  tests/kernels/test_expert_kernels.py tests/kernels/test_card_ops.py
+part step $python benchmarks/decode_step.py --model qwen3-30b-a3b --profile 1,8,64,256 --out "$out/step.csv"
+part kernels $python benchmarks/kernels.py --kinds experts --out "$out/kernels.csv"
+part runner-tests $python -m pytest --confcutdir=tests/kernels -o addopts=--import-mode=importlib -p no:cacheprovider -q \
+  -k moe tests/kernels/test_card_runner.py tests/kernels/test_card_models.py
+LINES_SHOWN=100 part sweep $python benchmarks/kernels.py --kinds experts --sweep --out "$out/sweep.csv"
+part offline $python benchmarks/offline.py --model qwen3-30b-a3b --cases decode,prefill,mixed --out "$out/offline.csv"
+exit $status
