@@ -67,9 +67,9 @@ def bench_experts(peak: Peak, sweep: bool) -> Iterator[Row]:
 
 
 def _worth_a_try(rows: int) -> list[ExpertConfig]:
-    """Tiles between half and eight times as tall as an expert has rows."""
-    mean = max(8, rows * PER_TOKEN // EXPERTS)
-    return [config for config in SWEEP if mean <= 2 * config.tile_m <= 16 * mean]
+    """Tiles from half to four times as tall as an expert has rows."""
+    mean = min(128, max(8, rows * PER_TOKEN // EXPERTS))
+    return [config for config in SWEEP if mean <= 2 * config.tile_m <= 8 * mean]
 
 
 def bench_products(

@@ -7,6 +7,8 @@ pairs sorted by expert, then by token; a tile is up to M of them, all of one exp
 there are is known on the card alone, so a product launches as many programs as there may be, and
 those past `count` leave. Nothing is summed up by atomics: the same logits give the same lists.
 
+One row alone has each of its pairs at another expert: they are its tiles as they are, unsorted.
+
 A row whose logits hold a NaN takes the first experts with weights that are NaN. A row that is
 padding, with a negative KV slot, takes none: its pairs have the expert E, and are in no tile.
 """
@@ -42,10 +44,12 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
 
 @triton.jit
 def _choose_kernel(
-    chosen, weights, logits, kv_slots, stride_logits,
+    chosen, weights, order, tiles, count, logits, kv_slots, stride_logits,
     EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, RENORMALISE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, ALONE: tl.constexpr, FIELDS: tl.constexpr,
+    COLUMNS: tl.constexpr, SLOTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """ALONE: the only row, which so knows the order and the tiles, too."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     slot = tl.arange(0, SLOTS)
@@ -75,6 +79,13 @@ def _choose_kernel(
     to = row * PER_TOKEN + slot
     tl.store(chosen + to, ids, mask=slot < PER_TOKEN)
     tl.store(weights + to, weight, mask=slot < PER_TOKEN)
+    if ALONE:
+        entry = tiles + slot * FIELDS
+        tl.store(order + slot, slot, mask=slot < PER_TOKEN)
+        tl.store(entry, ids, mask=slot < PER_TOKEN)
+        tl.store(entry + 1, slot, mask=slot < PER_TOKEN)
+        tl.store(entry + 2, slot + 1, mask=slot < PER_TOKEN)
+        tl.store(count, tl.sum((ids < EXPERTS).to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -119,23 +130,28 @@ def route(
     `kv_slots` [T] is given, rows with a negative one take no expert."""
     rows, experts = logits.shape
     pairs, device, overlap = rows * per_token, logits.device, overlaps(logits.device)
-    chosen = torch.empty((rows, per_token), dtype=torch.int32, device=device)
-    weights = torch.empty((rows, per_token), dtype=torch.float32, device=device)
+    found = Routing(
+        chosen=torch.empty((rows, per_token), dtype=torch.int32, device=device),
+        weights=torch.empty((rows, per_token), dtype=torch.float32, device=device),
+        order=torch.empty(pairs, dtype=torch.int32, device=device),
+        tiles=torch.empty(
+            (most_tiles(pairs, experts, tile), _FIELDS), dtype=torch.int32, device=device
+        ),
+        count=torch.empty(1, dtype=torch.int32, device=device),
+    )
     _choose_kernel[(rows,)](
-        chosen, weights, logits, logits if kv_slots is None else kv_slots, logits.stride(0),
+        *found, logits, logits if kv_slots is None else kv_slots, logits.stride(0),
         EXPERTS=experts, PER_TOKEN=per_token, RENORMALISE=renormalise,
-        HAS_SLOTS=kv_slots is not None, COLUMNS=triton.next_power_of_2(experts),
-        SLOTS=triton.next_power_of_2(per_token), OVERLAP=overlap, launch_pdl=overlap,
-        num_warps=1,
+        HAS_SLOTS=kv_slots is not None, ALONE=rows == 1, FIELDS=_FIELDS,
+        COLUMNS=triton.next_power_of_2(experts), SLOTS=triton.next_power_of_2(per_token),
+        OVERLAP=overlap, launch_pdl=overlap, num_warps=1,
     )  # fmt: skip
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    most = most_tiles(pairs, experts, tile)
-    tiles = torch.empty((most, _FIELDS), dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
+    if rows == 1:
+        return found
     _sort_kernel[(experts,)](
-        order, tiles, count, chosen, pairs, EXPERTS=experts,
+        found.order, found.tiles, found.count, found.chosen, pairs, EXPERTS=experts,
         BINS=triton.next_power_of_2(experts + 1),  # one more for pairs of no expert
         BLOCK=min(_BLOCK, max(256, triton.next_power_of_2(pairs))), TILE=tile,
         FIELDS=_FIELDS, OVERLAP=overlap, launch_pdl=overlap, num_warps=4,
     )  # fmt: skip
-    return Routing(chosen, weights, order, tiles, count)
+    return found
