@@ -171,7 +171,10 @@ def server_version(server: Path) -> tuple[int, ...]:
 
 
 def check_server(url: Secret, source: str, timeout_s: float = 5.0) -> str:
-    """The version of the Redis at `url`. Raises StartError, which names `source` and no secret."""
+    """The version of the Redis at `url`. Raises StartError, which names `source` and no secret.
+
+    Limits and books are scripts: a Redis that runs none, as managed ones may, is none for us.
+    """
     try:
         said = asyncio.run(_info(url, timeout_s))
     except ValueError:
@@ -179,6 +182,8 @@ def check_server(url: Secret, source: str, timeout_s: float = 5.0) -> str:
         raise StartError(f"{source}: not a {kinds} URL") from None
     except redis.AuthenticationError:
         raise StartError(f"{source}: this Redis refuses the user or password") from None
+    except redis.ResponseError as error:
+        raise StartError(f"{source}: this Redis refuses what is needed: {error}") from None
     except LINK_ERRORS as error:
         raise StartError(f"{source}: no Redis answers there ({type(error).__name__})") from None
     if "cluster_enabled:1" in said and cluster_of(url) is None:
@@ -195,10 +200,14 @@ async def _info(url: str, timeout_s: float) -> str:
     link = Link(url, "fb")
     try:
         [said] = await link.run([("INFO", "everything")], timeout_s)
+        if isinstance(said, redis.RedisError):
+            raise said
+        with contextlib.suppress(redis.ConnectionError):  # one that still loads its data says so
+            [ran] = await link.run([("EVAL", "return 1", 1, "fb")], timeout_s)
+            if isinstance(ran, redis.RedisError):
+                raise ran
     finally:
         await link.close()
-    if isinstance(said, redis.RedisError):
-        raise said
     return cast(bytes, said).decode()
 
 

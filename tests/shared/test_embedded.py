@@ -24,6 +24,7 @@ from forebay_shared.settings import Secret, StartError
 from patience import PATIENCE_S
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis_house import redis_running
 
 ONCE = Retry(NoBackoff(), 0)
 
@@ -153,3 +154,14 @@ def test_a_redis_url_that_does_not_answer_is_one_line_without_the_url(url: str) 
         check_server(Secret(url), "--redis-url")
     assert str(caught.value).startswith("--redis-url: ")
     assert url not in str(caught.value)
+
+
+def test_a_redis_that_runs_no_scripts_is_refused_at_the_start() -> None:
+    with redis_running() as server:
+        check_server(Secret(server.url), "--redis-url")
+        rules = ("on", ">hunter2", "~*", "&*", "+@all", "-@scripting")
+        server.client.execute_command("ACL", "SETUSER", "limited", *rules)
+        url = server.url.replace("unix://", "unix://limited:hunter2@")
+        with pytest.raises(StartError, match=r"refuses what is needed.*eval") as caught:
+            check_server(Secret(url), "--redis-url")
+        assert "hunter2" not in str(caught.value)
