@@ -15,7 +15,7 @@ from litestar import route
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from forebay_gateway.api.admin.openapi import describe
+from forebay_gateway.api.admin.openapi import PLURALS, describe
 from forebay_gateway.api.body import read_json_body
 from forebay_gateway.api.edge import caller, raw_headers
 from forebay_gateway.api.errors import Headers
@@ -26,15 +26,6 @@ from forebay_gateway.teams.guards import Actor, actor_of
 from forebay_gateway.teams.records import Kind
 from forebay_gateway.teams.reports import Reports
 
-PLURALS: Mapping[Kind, str] = {
-    "organisation": "organisations",
-    "team": "teams",
-    "user": "users",
-    "key": "keys",
-    "model": "models",
-    "alias": "aliases",
-    "issuer": "issuers",
-}
 DEFAULT_PAGE = 100
 _CONDITIONAL = (b"if-match", b"if-none-match")
 _NO_STORE = (b"cache-control", b"no-store")
