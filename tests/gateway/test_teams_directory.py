@@ -5,6 +5,7 @@ import re
 import tracemalloc
 
 import pytest
+from forebay_gateway.admin.bootstrap import first_key
 from forebay_gateway.backend import Backend
 from forebay_gateway.teams import keymaker, sync
 from forebay_gateway.teams.access import Access, Gatekeeper, Standing
@@ -23,7 +24,7 @@ from forebay_shared.errors import (
     InvalidRequestError,
     PermissionDeniedError,
 )
-from forebay_shared.settings import Secret
+from forebay_shared.settings import Secret, StartError
 from forebay_shared.wire import Changed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -250,6 +251,21 @@ async def test_the_first_key_can_be_made_while_the_mirror_asks_for_news(
             mirror.pepper = b""
             assert await mirror.make_pepper() == drawn
         assert redis_server.client.get(keys.pepper()) == drawn
+
+
+async def test_a_fleet_gets_its_first_owner_once(
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_KEY_PEPPER", PEPPER.decode())
+    sent = await asyncio.to_thread(first_key, redis_server.url)
+    with pytest.raises(StartError, match="there are keys already"):
+        await asyncio.to_thread(first_key, redis_server.url)
+    token = split(sent.encode())
+    assert token is not None
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        access = backend.teams.identify(token, "").access
+        assert access is not None
+        assert (access.role, access.team, access.organisation) == ("owner", None, None)
 
 
 async def test_a_lost_push_costs_a_second_and_a_redis_put_back_is_followed(

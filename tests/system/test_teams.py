@@ -1,6 +1,7 @@
 """Teams on a real server: the guide's way from nothing to three teams, and who may do what."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -356,6 +357,42 @@ def test_a_change_says_what_it_had_read(house: House) -> None:
         assert page["next"]
         for path in ("usage?by=colour", "usage?from=soon", "audit?after=x", "keys?limit=-1"):
             assert http.get(f"/admin/v1/{path}").status_code == 400, path
+
+
+def test_a_key_of_the_command_line_has_its_own_bounds(house: House) -> None:
+    words = ["keys", "create", "--team", "red", "--name", "narrow", "--route", "completions"]
+    words += ["--limit", "requests_per_minute=1", "--expires", "2099-12-31"]
+    made = house.run(*words)
+    token = made.stdout.strip()
+    body = {"model": "echo", "prompt": "hi", "max_tokens": 1}
+    with house.http(token) as http:
+        assert http.get("/v1/models").status_code == 403
+        answers = [http.post("/v1/completions", json=body).status_code for _ in range(2)]
+        assert answers == [200, 429]
+    key = house.admin.call("GET", f"keys/{token.split('-')[2]}")
+    assert key["expires"] == 4_102_358_400.0
+    house.run("keys", "delete", key["id"])
+    for flag, value in (("--limit", "requests_per_minute"), ("--expires", "soon")):
+        refused = house.run("keys", "create", "--team", "red", "--name", "x", flag, value)
+        assert (refused.returncode, flag in refused.stderr) == (2, True)
+    unknown = house.run("keys", "create", "--team", "red", "--name", "x", "--limit", "speed=1")
+    assert "limits.speed" in unknown.stderr
+
+
+def test_the_admin_api_describes_what_each_route_takes(house: House) -> None:
+    with house.http("red/eye") as http:
+        described = http.get("/admin/v1/openapi.json").json()
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            names = {each["name"] for each in operation.get("parameters", [])}
+            assert ("id" in names) == ("If-Match" in names) == ("{id}" in path)
+            assert ("requestBody" in operation) == (method in ("put", "post")), (method, path)
+    key = described["paths"]["/admin/v1/keys"]["post"]["requestBody"]["content"]
+    fields = key["application/json"]["schema"]["properties"]
+    assert {"team", "networks", "expires", "limits"} <= set(fields)
+    assert not {"id", "secrets", "created"} & set(fields)
+    schemas = set(described["components"]["schemas"])
+    assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(described))) <= schemas
 
 
 def test_what_does_not_exist_matches_nothing(house: House) -> None:

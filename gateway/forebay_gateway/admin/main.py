@@ -6,6 +6,7 @@ Only `init` speaks to Redis itself: it makes the first key of a fleet that has n
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from forebay_shared.flags import Parser
@@ -99,6 +100,15 @@ def _key_actions(actions: Any) -> None:
     create.add_argument("--role", choices=("owner", "admin", "member", "viewer"), default="member")
     create.add_argument("--model", action="append", default=[], help="may use it; repeatable")
     create.add_argument("--network", action="append", default=[], help="may come from it")
+    create.add_argument("--route", action="append", default=[], help="may use it; repeatable")
+    create.add_argument("--expires", default="", help="ends as this day begins (UTC): 2027-03-31")
+    create.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="its own, such as requests_per_minute=60; repeatable",
+    )
     create.set_defaults(run=_create_key)
     rotate = actions.add_parser("rotate", help="a new secret; the old one lives on for a while")
     rotate.add_argument("id")
@@ -172,10 +182,31 @@ def _create_key(given: argparse.Namespace) -> None:
         "role": given.role,
         "models": given.model,
         "networks": given.network,
+        "routes": given.route,
+        "limits": dict(_limit(pair) for pair in given.limit),
+        "expires": _day(given.expires),
     }
     made = _client(given).call("POST", "keys", body)
     print(f"key {made['id']}: its token is shown this once", file=sys.stderr)
     print(made["token"])
+
+
+def _day(text: str) -> float:
+    """As teams.yaml has it: midnight in UTC, in seconds; 0 for never."""
+    if not text:
+        return 0
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        raise StartError(f"--expires: must be a day such as 2027-03-31, not {text!r}") from None
+
+
+def _limit(pair: str) -> tuple[str, int]:
+    """A limit of its text; the gateway knows which there are."""
+    name, _, number = pair.partition("=")
+    if not number.isdecimal():
+        raise StartError(f"--limit: must be NAME=NUMBER, as requests_per_minute=60, not {pair!r}")
+    return name, int(number)
 
 
 def _rotate_key(given: argparse.Namespace) -> None:
