@@ -11,7 +11,7 @@ import torch
 from forebay_worker.kernels import fp8
 from forebay_worker.kernels.fp8 import GROUP, Fp8
 from forebay_worker.kernels.fp8_linear import Fp8Config, fp8_linear, own_fp8_linear
-from forebay_worker.kernels.linear_table import _e4m3_config, _widened_config
+from forebay_worker.kernels.linear_table import _config, _e4m3_config
 from forebay_worker.kernels.quantize import quantize, rms_norm_quantize, silu_mul_quantize
 from forebay_worker.kernels.small_linear import (
     MOST_E4M3_ROWS,
@@ -81,7 +81,7 @@ def bench_few(peak: Peak, sweep: bool) -> Iterator[Row]:
             x = torch.randn(rows, depth, device=DEVICE, dtype=BF16)
             out = torch.empty(rows, columns, device=DEVICE, dtype=BF16)
             shape = f"{rows}x{depth}->{columns}"
-            for config in FEW_SWEEP if sweep else [_widened_config(columns)]:
+            for config in FEW_SWEEP if sweep else [_config(columns, depth)]:
                 if grouped and GROUP % config.tile_k:
                     continue
                 scratch = make_scratch(columns, config, DEVICE)

@@ -71,14 +71,14 @@ class LinearTable:
 
     def _find_fp8(self, weight: Fp8, *, both: bool) -> Choice:
         """Made when it is first asked for; a graph goes on using its memory."""
-        columns = len(weight)
-        choice = self._of_fp8.get((weight.values.shape, both))
+        shape, columns = weight.values.shape, len(weight)
+        choice = self._of_fp8.get((shape, both))
         if choice is None:
             grouped = len(weight.scale) > 1
-            config = _e4m3_config(columns, grouped=grouped) if both else _widened_config(columns)
+            config = _e4m3_config(columns, grouped=grouped) if both else _config(*shape)
             rows = MOST_E4M3_ROWS if both else MOST_ROWS
             choice = Choice(config, make_scratch(columns, config, self._device, rows))
-            self._of_fp8[weight.values.shape, both] = choice
+            self._of_fp8[shape, both] = choice
         return choice
 
     def measure(self, weights: Iterable[Tensor], most_rows: int) -> None:
@@ -118,18 +118,9 @@ def _config(columns: int, depth: int) -> LinearConfig:
     return LinearConfig(tile_n=tile, tile_k=128, splits=splits, num_warps=4, num_stages=4)
 
 
-def _widened_config(columns: int) -> LinearConfig:
-    """For an e4m3 weight that is widened: the best of 24 at 8 rows of Qwen3-8B on an H200, as a
-    rule (4,096 -> 24,576: 39.0 -> 30.8 us, 4,096 -> 6,144: 13.0 -> 11.0)."""
-    if columns // 64 > 2 * _PROGRAMS:
-        return LinearConfig(tile_n=64, tile_k=128, splits=1, num_warps=4, num_stages=6)
-    splits = max(1, min(4, 4 * _PROGRAMS // -(-columns // 32)))
-    return LinearConfig(tile_n=32, tile_k=128, splits=splits, num_warps=4, num_stages=4)
-
-
 def _e4m3_config(columns: int, *, grouped: bool) -> LinearConfig:
-    """For e4m3 on both sides: likewise at 64 and 128 rows, where scales by groups, which cost each
-    program time, take twice as many."""
+    """For e4m3 on both sides: the best of 24 at 64 and 128 rows of Qwen3-8B on an H200, as a rule.
+    Scales by groups cost each program time, so they take twice as many."""
     tiles = -(-columns // 64)
     if tiles > 2 * _PROGRAMS:
         return LinearConfig(tile_n=64, tile_k=128, splits=1, num_warps=4, num_stages=4)
