@@ -45,7 +45,8 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     decode_ms: float = 0.0
     cost: int = 0
     estimated: bool = False
-    """Nothing told what it used: an upstream without usage, or cut before it told."""
+    """Nothing told what it used: an upstream without usage, or cut before it told; or its gateway
+    and its worker are both gone."""
 
 
 class Rates(msgspec.Struct, frozen=True, array_like=True):

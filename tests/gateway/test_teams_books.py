@@ -239,6 +239,7 @@ async def test_what_nobody_settled_is_given_up_and_its_budget_comes_back(
         await wait_until(lambda: len(records(redis_server)) == 1)
         [record] = records(redis_server)
         assert (record.outcome, record.input_tokens, record.output_tokens) == ("lost", 100, 0)
+        assert record.estimated
         await toll.admit("next", 100, 100)
 
 

@@ -155,7 +155,9 @@ class Bookkeeper:
             await ask(self._link, [("HDEL", keys.holds(), request_id)])
             return
         self.lost += 1
-        record = record_of(hold, Usage(prompt_tokens=hold.input_tokens), "lost")
+        # What it made before both were gone, nobody knows.
+        usage = Usage(prompt_tokens=hold.input_tokens, estimated=True)
+        record = record_of(hold, usage, "lost")
         await run_script(self._link, SETTLE, *settlement(hold, record, only_held=True))
 
     async def _trim(self) -> None:
