@@ -121,6 +121,20 @@ def test_a_days_file_is_named_for_it_and_costs_are_exact(tmp_path: Path) -> None
     assert [row["cost"] for row in rows] == ["0", "0.1", "0.2", "0.3"]
 
 
+def test_a_days_file_keeps_the_columns_that_it_was_begun_with(tmp_path: Path) -> None:
+    open_sink(str(tmp_path), "csv").write(entries(1))
+    [path] = tmp_path.iterdir()
+    older = [line.rpartition(",")[0] for line in path.read_text().splitlines()]
+    path.write_text("\n".join(older) + "\n")
+    open_sink(str(tmp_path), "csv").write(entries(6))
+    first, second = sorted(tmp_path.iterdir())
+    with first.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == ["r0", "r1", "r2", "r3"]
+    assert all(tuple(row) == COLUMNS[:-1] and None not in row.values() for row in rows)
+    assert second.read_text().splitlines()[0].split(",") == list(COLUMNS)
+
+
 def test_a_table_holds_each_record_once_whoever_writes(database: str) -> None:
     every = entries(9)
     one, two = open_sink(database, "jsonl"), open_sink(database, "jsonl")

@@ -72,7 +72,7 @@ class FileSink:
             with self._locked(day) as file:
                 last = self._mend(file)
                 new = [each for each in group if last is None or _place(each[0]) > _place(last)]
-                file.write(self._lines(new, header=last is None and file.tell() == 0))
+                file.write(self._lines(new, self._columns(file)))
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -95,13 +95,23 @@ class FileSink:
             return entry if entry not in ("", COLUMNS[0]) else None
         return str(json.loads(line)["entry"]) if line else None
 
-    def _lines(self, entries: Sequence[Entry], *, header: bool) -> bytes:
+    def _columns(self, file: BinaryIO) -> Sequence[str]:
+        """Of a CSV file that has a header; an older forebay's stays as it is for its day."""
+        if self._form == "jsonl" or file.tell() == 0:
+            return ()
+        file.seek(0)
+        header = file.readline(_LONGEST_LINE).decode().rstrip("\n").split(",")
+        file.seek(0, os.SEEK_END)
+        return header
+
+    def _lines(self, entries: Sequence[Entry], columns: Sequence[str]) -> bytes:
+        """`columns` are those of the file; none where it is new."""
         rows = [row_of(entry, record) for entry, record in entries]
         if self._form == "jsonl":
             return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
         out = io.StringIO()
-        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-        if header and rows:
+        writer = csv.DictWriter(out, columns or COLUMNS, extrasaction="ignore", lineterminator="\n")
+        if rows and not columns:
             writer.writeheader()
         writer.writerows({name: _one_line(value) for name, value in row.items()} for row in rows)
         return out.getvalue().encode()
