@@ -48,6 +48,16 @@ if os.environ.pop("TEST_HANG", ""):
         return advance(core)
     EchoCore.step = hanging
     signal.signal(signal.SIGUSR2, lambda *_: hangs.set())
+if poison := int(os.environ.pop("TEST_POISON", 0)):
+    from forebay_worker.engines.echo.core import EchoCore
+    advance, given = EchoCore._advance, []
+    def deadly(core, sequence, now):
+        if len(sequence.prompt) == poison:
+            given.append(sequence)
+            if given.count(sequence) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return advance(core, sequence, now)
+    EchoCore._advance = deadly
 if os.environ.pop("TEST_SEIZE", ""):
     from forebay_worker.beacon import Presence
     renew, libc, mutex = Presence.renew, ctypes.PyDLL(None), ctypes.create_string_buffer(64)

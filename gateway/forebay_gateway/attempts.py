@@ -16,6 +16,7 @@ from forebay_shared.books import Outcome
 from forebay_shared.errors import (
     DeadlineError,
     DrainingError,
+    EngineError,
     ForebayError,
     OverloadedError,
     RateLimitError,
@@ -41,15 +42,22 @@ log = logging.getLogger(__name__)
 E = TypeVar("E")
 
 MAX_ATTEMPTS = 3
-"""So many may fail or lose their worker: what ends one worker after the other must stop there."""
+"""So many may fail."""
+SUSPECT_AFTER = 2
+"""With so many workers lost under it, the request may be what ends them, or have run beside that.
+It is begun alone from now on, and what ends a worker alone is given up."""
 MAX_PLACEMENTS = 16
-"""Attempts of any kind. Being handed over, or a loss on the bus, is not the request's doing and
-does not count above: a long answer may outlive a rolling restart of many workers."""
+"""Attempts of any kind. Being handed over, a loss on the bus, or of a worker that others ran on, is
+not the request's doing and does not count above: a long answer may outlive a rolling restart of
+many workers."""
 BLAMELESS: frozenset[ResubmitReason] = frozenset({"drained", "bus_reset"})
 OVERDUE_S = 5.0
 """Past the queue's own deadline, which the engine watches, by so much."""
 
 _LOST = "The worker was lost. Please retry."
+_ENDED = (
+    "The worker ended while it ran this request alone, and others before it: it is not tried again."
+)
 
 
 @dataclass(slots=True)
@@ -83,6 +91,7 @@ class Attempts(ABC, Generic[E]):
         self.card = job.card
         self._attempts = 0
         self._strikes = 0
+        self._losses = 0
         self._tried: set[str] = set()
         self._error: ForebayError | None = None
         self.placement: Placement | None = None
@@ -102,6 +111,11 @@ class Attempts(ABC, Generic[E]):
 
     def begun(self, placement: Placement, event: E) -> None:
         """The first event of an attempt came."""
+
+    @property
+    def suspect(self) -> bool:
+        """It may be what ends its workers."""
+        return self._losses >= SUSPECT_AFTER
 
     @property
     def repeatable(self) -> bool:
@@ -235,11 +249,24 @@ class Attempts(ABC, Generic[E]):
                 self._tried.add(placement.worker)
         if reason is None:
             return False
-        self._strikes += reason not in BLAMELESS
+        if reason == "worker_lost" or (failed is not None and type(self._error) is WorkerLostError):
+            self._worker_lost(placement)
+        else:
+            self._strikes += reason not in BLAMELESS
         log.info("request %s attempt %d: %s", self.request_id, placement.attempt, reason)
         self.dispatcher.metrics.resubmitted(reason)
         self._leave()
         return True
+
+    def _worker_lost(self, placement: Placement) -> None:
+        """Raises EngineError when nothing else can have ended it."""
+        if not self._book.alone:
+            self._losses += 1
+            return
+        placement.over = True
+        self.dispatcher.metrics.given_up.inc()
+        log.error("request %s ended worker %s alone: given up", self.request_id, placement.worker)
+        raise EngineError(_ENDED)
 
     def _full(self, error: ForebayError) -> bool:
         """The worker's queue has no room for it, and neither have those of all others."""

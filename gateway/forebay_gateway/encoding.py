@@ -36,7 +36,7 @@ class EncodeLedger(Book[Embedded]):
         """The answer, once it is there. One that is not what was asked for counts as a failure."""
         for reply in replies:
             if isinstance(reply, Accepted):
-                self.accepted = True
+                self.accept(reply)
             elif isinstance(reply, Started):
                 self.begun = True
             elif isinstance(reply, Failed):
@@ -79,5 +79,6 @@ class Encoding(Attempts[Embedded]):
             priority=job.priority,
             queue_timeout_ms=self.dispatcher.queue_timeout_ms,
             metered=job.toll is not None,
+            suspect=self.suspect,
             texts=tuple(each for each in job.inputs if isinstance(each, str)),
         )

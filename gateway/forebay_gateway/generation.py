@@ -62,6 +62,7 @@ class Generation(Attempts[Event]):
             queue_timeout_ms=self.dispatcher.queue_timeout_ms,
             traceparent=self._traceparent,
             metered=job.toll is not None,
+            suspect=self.suspect,
         )
 
     def _sampling(self) -> SamplingParams:

@@ -35,11 +35,11 @@ class Book(ABC, Generic[E]):
     """What came of a job so far, over all its attempts.
 
     `begun` once anything ran; `repeated` counts the replies that were dropped as old. Of the
-    current attempt: `accepted`; `lost`, why it must be made again; `failed`, how the worker gave it
-    up.
+    current attempt: `accepted`; `alone`, nothing runs beside it; `lost`, why it must be made again;
+    `failed`, how the worker gave it up.
     """
 
-    __slots__ = ("accepted", "begun", "failed", "lost", "repeated")
+    __slots__ = ("accepted", "alone", "begun", "failed", "lost", "repeated")
 
     def __init__(self) -> None:
         self.begun = False
@@ -49,6 +49,7 @@ class Book(ABC, Generic[E]):
     def begin(self) -> None:
         """A new attempt."""
         self.accepted = False
+        self.alone = False
         self.lost: ResubmitReason | None = None
         self.failed: Failed | None = None
 
@@ -56,6 +57,9 @@ class Book(ABC, Generic[E]):
     @abstractmethod
     def open(self) -> bool:
         """Its last event has not come."""
+
+    def accept(self, reply: Accepted) -> None:
+        self.accepted, self.alone = True, reply.alone
 
     @abstractmethod
     def fold(self, replies: Sequence[Reply]) -> list[E]:
@@ -111,7 +115,7 @@ class Sequences(Book[Event], Generic[T]):
             if isinstance(reply, _PIECES):
                 self._take(reply, events)
             elif isinstance(reply, Accepted):
-                self.accepted = True
+                self.accept(reply)
             elif isinstance(reply, Failed):
                 self.failed = self.failed or reply  # what comes behind it is its echo
             elif isinstance(reply, Embedded):

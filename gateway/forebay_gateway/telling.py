@@ -56,4 +56,5 @@ class Telling(Attempts[Event]):
             queue_timeout_ms=self.dispatcher.queue_timeout_ms,
             traceparent=self._traceparent,
             metered=job.toll is not None,
+            suspect=self.suspect,
         )

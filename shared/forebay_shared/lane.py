@@ -60,6 +60,8 @@ class Lane(Generic[M]):
         self._since = 0.0
         self._retry: asyncio.TimerHandle | None = None
         self._closed = False
+        self._after_waiting: list[Callable[[], None]] = []
+        self._after_packed: list[Callable[[], None]] = []
 
     @property
     def idle(self) -> bool:
@@ -76,6 +78,15 @@ class Lane(Generic[M]):
                 refused, self._waiting = self._waiting, []
                 self._undelivered(refused, None)
 
+    def after(self, then: Callable[[], None]) -> None:
+        """Calls `then` once all that is queued now was delivered; never, when it is not."""
+        if self._waiting:
+            self._after_waiting.append(then)
+        elif self._packed:
+            self._after_packed.append(then)
+        else:
+            then()
+
     def close(self) -> None:
         """Forgets what is queued."""
         self._closed = True
@@ -85,6 +96,7 @@ class Lane(Generic[M]):
 
     def _pack(self) -> None:
         self._packed, self._waiting = self._waiting, []
+        self._after_packed, self._after_waiting = self._after_waiting, []
         self._since = asyncio.get_running_loop().time()
         self._publish()
 
@@ -101,6 +113,9 @@ class Lane(Generic[M]):
         error = future.exception()
         if error is None and future.result() is not None:
             self._packed = []
+            delivered, self._after_packed = self._after_packed, []
+            for then in delivered:
+                asyncio.get_running_loop().call_soon(then)
         else:
             loop = asyncio.get_running_loop()
             full = isinstance(error, BusFullError) and self._patience_s < math.inf

@@ -13,11 +13,12 @@ uint32, those of a step as a short list.
     worker -> all       Digest, Snapshot                        on keys.digests()
     gateway -> gateways Changed                                 on keys.changes()
 
-For one sequence of a request the order is: Accepted, Started, Delta*, then exactly one Done. The
-PromptLogprobs of a request come before the first Delta of the first of its sequences. Failed ends
-every sequence of the request that is not done, and may come at any point. For an Encode it is:
-Accepted, perhaps Started, then one Embedded, Failed or Done("abort"). For a SubmitText it is that
-of a Submit, with TextDeltas. A receiver drops what carries another attempt than its own.
+For one sequence of a request the order is: Accepted (of a suspect up to three), Started, Delta*,
+then exactly one Done. The PromptLogprobs of a request come before the first Delta of the first of
+its sequences. Failed ends every sequence of the request that is not done, and may come at any
+point. For an Encode it is: Accepted, perhaps Started, then one Embedded, Failed or Done("abort").
+For a SubmitText it is that of a Submit, with TextDeltas. A receiver drops what carries another
+attempt than its own.
 """
 
 import sys
@@ -85,11 +86,17 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_o
     """Where the worker's spans belong, as W3C says it; empty: no trace is kept."""
     metered: bool = False
     """It has a Hold in Redis, which the worker settles when its gateway is gone."""
+    suspect: bool = False
+    """Workers were lost under it: it is to be begun alone."""
 
     @property
     def num_tokens(self) -> int:
         """Of the prompt."""
         return len(self.prompt) // ID_BYTES
+
+    @property
+    def indexes(self) -> tuple[int, ...]:
+        return tuple(start.index for start in self.starts)
 
     @property
     def num_sequences(self) -> int:
@@ -117,6 +124,7 @@ class SubmitText(msgspec.Struct, frozen=True, tag="text", omit_defaults=True, kw
     queue_timeout_ms: int = 0
     traceparent: str = ""
     metered: bool = False
+    suspect: bool = False
     """As Submit's."""
 
     @property
@@ -153,11 +161,17 @@ class Encode(msgspec.Struct, frozen=True, tag="encode", omit_defaults=True, kw_o
     """As Submit's."""
     texts: tuple[str, ...] = ()
     """The inputs, in the place of `inputs`, for a worker whose card has CAP_TEXT."""
+    suspect: bool = False
+    """As Submit's."""
 
     @property
     def num_tokens(self) -> int:
         """Of all inputs; of texts, as estimated."""
         return sum(map(len, self.inputs)) // ID_BYTES + sum(map(estimated_tokens, self.texts))
+
+    @property
+    def indexes(self) -> tuple[int, ...]:
+        return (0,)
 
     @property
     def num_sequences(self) -> int:
@@ -210,10 +224,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="a"):
-    """The worker holds the request in its queue; from now on its lease tells whether it is lost."""
+    """The worker holds the request in its queue; from now on its lease tells whether it is lost.
+
+    Of a suspect it comes again when that begins, `alone`, and when others may run beside it.
+    """
 
     request_id: str
     attempt: int
+    alone: bool = False
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="b"):

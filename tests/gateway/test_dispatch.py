@@ -18,7 +18,7 @@ from bus_house import (
     workers,
 )
 from forebay_gateway import dispatch, roster
-from forebay_gateway.attempts import MAX_ATTEMPTS
+from forebay_gateway.attempts import MAX_ATTEMPTS, SUSPECT_AFTER
 from forebay_gateway.backend import Backend, connect
 from forebay_gateway.dispatch import BUS_AWAY_S
 from forebay_gateway.generation import Generation
@@ -27,17 +27,19 @@ from forebay_shared.books import Outcome
 from forebay_shared.errors import (
     BusError,
     ContextLengthError,
+    EngineError,
     ForebayError,
     NoWorkerError,
     OverloadedError,
-    WorkerLostError,
 )
 from forebay_shared.packets import REPLY, WORK
 from forebay_shared.settings import GatewaySettings, Secret
-from forebay_shared.wire import Delta, Submit, Usage
+from forebay_shared.wire import Accepted, Delta, Submit, Usage
+from forebay_worker.trials import TRIAL_TOKENS
 from patience import PATIENCE_S
 from redis_house import RedisServer, WaitUntil
 
+LOSSES = SUSPECT_AFTER + 2
 LEASE_S = 5.0
 """Twice the usual: a machine that pauses for 3 s costs nobody else a lease."""
 
@@ -430,32 +432,57 @@ class Bill:
 
 
 @pytest.mark.chaos
-async def test_a_job_that_loses_three_workers_is_given_up_and_billed_for_what_was_sent(
+async def test_a_job_goes_on_behind_any_workers_that_others_ran_on_and_is_billed_for_what_was_sent(
     backend: Backend, redis_url: str, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From the third on it is begun alone, and no longer is when that is lost."""
     bill = Bill()
     _lease(monkeypatch, LEASE_S)
     with workers(redis_url, 1, delay_ms=20, lease_s=LEASE_S) as running:
         await wait_until(lambda: backend.roster.ready)
         one = msgspec.structs.replace(job(backend, tokens=30_000), toll=bill)
         got = Answer()
-
-        async def lose_three() -> None:
-            async with backend.dispatcher.generate(one) as generation:
-                for attempt in range(1, MAX_ATTEMPTS + 1):
-                    await answer(generation, until=got.count + 5, so_far=got)
-                    running.append(WorkerProcess(redis_url, 20, 1, lease_s=LEASE_S))
-                    await wait_until(lambda: len(backend.roster.workers) == 2)
-                    running[-2].kill()
-                    await _until_moved(generation, attempt, got)
-
-        with pytest.raises(WorkerLostError):
-            await lose_three()
+        async with backend.dispatcher.generate(one) as generation:
+            for attempt in range(1, LOSSES + 1):
+                await answer(generation, until=got.count + 2 * TRIAL_TOKENS, so_far=got)
+                running.append(WorkerProcess(redis_url, 20, 1, lease_s=LEASE_S))
+                await wait_until(lambda: len(backend.roster.workers) == 2)
+                running[-2].kill()
+                await _until_moved(generation, attempt, got)
+                assert generation.suspect == (attempt >= SUSPECT_AFTER)
+            await answer(generation, until=got.count + 5, so_far=got)
         assert got.tokens[0] == expected((1, 2, 3), got.count)
+        await wait_until(lambda: len(bill.settled) == 1)
+        assert bill.settled[0][1:] == ("cancelled", LOSSES + 1)
+        assert _count(backend, "given_up") == 0
+        await _idle(backend, wait_until)
+
+
+async def test_a_job_that_was_alone_on_a_lost_worker_is_given_up_and_billed_for_what_was_sent(
+    backend: Backend, redis_url: str, wait_until: WaitUntil
+) -> None:
+    bill = Bill()
+    with workers(redis_url, 1, delay_ms=20) as running:
+        await wait_until(lambda: backend.roster.ready)
+        one = msgspec.structs.replace(job(backend, tokens=30_000), toll=bill)
+        got = Answer()
+
+        async def lose_it_alone() -> None:
+            async with backend.dispatcher.generate(one) as generation:
+                await answer(generation, until=5, so_far=got)
+                alone = REPLY.encode("forger", [Accepted(one.request_id, 1, alone=True)])
+                stream = keys.reply(backend.gateway)
+                await backend.publisher.publish(stream, alone, keys.REPLY_MAXLEN)
+                await answer(generation, until=got.count + 5, so_far=got)
+                running[0].kill()
+                await answer(generation, so_far=got)
+
+        with pytest.raises(EngineError, match="not tried again"):
+            await lose_it_alone()
         [(usage, outcome, attempts)] = bill.settled
         assert (usage.prompt_tokens, usage.completion_tokens) == (3, got.count)
-        assert (outcome, attempts) == ("error", 3)
-        await _idle(backend, wait_until)
+        assert (outcome, attempts) == ("error", 1)
+        assert _count(backend, "given_up") == 1
 
 
 async def test_being_handed_over_does_not_count_among_the_attempts(

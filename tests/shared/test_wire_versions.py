@@ -92,12 +92,22 @@ SAMPLES: dict[str, list[Any]] = {
         Encode(request_id="e", attempt=1, gateway="g", inputs=(b"\1\0\0\0",)),
         Encode(request_id="e", attempt=1, gateway="g", inputs=(b"\1\0\0\0", b""), dimensions=64,
                normalize=False, **WHOLE),
+        Submit(
+            request_id="r", attempt=3, gateway="g", prompt=b"", sampling=SamplingParams(),
+            suspect=True,
+        ),
+        SubmitText(
+            request_id="r", attempt=3, gateway="g", asked=Prompt("hello"),
+            sampling=SamplingParams(), suspect=True,
+        ),
+        Encode(request_id="e", attempt=3, gateway="g", inputs=(), suspect=True),
         Cancel(request_id="r", attempt=1),
         Cancel(request_id="r", attempt=1, index=3),
         Sync(),
     ],
     "reply": [
         Accepted("r", 1),
+        Accepted("r", 1, alone=True),
         Started("r", 1, 0, 16, 2.5),
         PromptLogprobs("r", 1, 1, SCORES),
         Delta("r", 1, 0, 0, [1, 2]),

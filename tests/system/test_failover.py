@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -111,45 +112,81 @@ def test_a_thread_that_keeps_the_interpreter_ends_its_worker_too(house: Fleet) -
     assert "seize" in hanging.log
 
 
+POISON = "q" * 17
+"""Of so many tokens: at its fifth a worker with TEST_POISON dies."""
+
+
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "in one piece"])
-def test_what_loses_three_workers_ends_with_one_error(house: Fleet, streamed: bool) -> None:
+def test_what_ends_three_workers_is_given_up_and_nobody_beside_it(
+    house: Fleet, streamed: bool
+) -> None:
+    """Its neighbours lose two workers with it, and it is alone on the third."""
     gateway = house.gateway()
-    for _ in range(4):
-        house.echo(30.0)
-    house.ready(gateway, 4)
-    killed = 0
+    for _ in range(5):
+        house.echo(20.0, TEST_POISON=str(len(POISON)))
+    house.ready(gateway, 5)
+    ended: list[bytes] = []
+    with ThreadPoolExecutor() as pool:
+        running = threading.Event()
 
-    def kill() -> None:
-        nonlocal killed
-        for attempt in range(3):
-            house.holder(attempt).kill()
-            killed += 1
-            if attempt < 2:
-                until(lambda seen=attempt + 2: len(house.placements) >= seen)
+        def neighbour() -> bytes:
+            seen = threading.Event() if running.is_set() else running
+            return stream(gateway, COMPLETIONS, _body(600), lambda _: seen.set())
 
+        neighbours = [pool.submit(neighbour) for _ in range(8)]
+        running.wait(PATIENCE_S)
+        body = {**_body(3000), "prompt": POISON}
+        if streamed:
+            ended.append(stream(gateway, COMPLETIONS, body))
+        else:
+            url = gateway.base + COMPLETIONS
+            answer = httpx.post(url, json=body, headers=AUTH, timeout=PATIENCE_S)
+            assert answer.status_code == 500
+            assert answer.headers["x-should-retry"] == "false"
+            ended.append(answer.content)
+        for each in neighbours:
+            _check(each.result(PATIENCE_S), 600)
     if streamed:
-        raw = stream(
-            gateway, COMPLETIONS, _body(3000), lambda count: kill() if count == 5 else None
-        )
-        heard = check_stream(raw, model="echo", chat=False)
+        heard = check_stream(ended[0], model="echo", chat=False)
         assert heard.error is not None
-        assert heard.error["code"] == "worker_lost"
+        assert heard.error["code"] == "engine_error"
         assert heard.reasons == {}
-        assert raw.count(b'"error"') == 1
+        assert ended[0].count(b'"error"') == 1
         said = "".join(heard.texts.values())
-        assert said == ("abcdef" * 3000)[: len(said)]
+        assert said == POISON[0] * len(said)
     else:
-        killer = threading.Thread(target=kill)
-        killer.start()
-        url = gateway.base + COMPLETIONS
-        answer = httpx.post(url, json=_body(3000), headers=AUTH, timeout=PATIENCE_S)
-        killer.join()
-        check_error(answer.content, status=503)
-        assert answer.status_code == 503
-        assert json.loads(answer.content)["error"]["code"] == "worker_lost"
-    assert killed == len(house.placements) == 3
+        check_error(ended[0], status=500)
+        assert json.loads(ended[0])["error"]["code"] == "engine_error"
+    assert len(house.workers) == 2
+    assert gateway.metric("forebay_given_up_total") == 1
     _check(stream(gateway, COMPLETIONS, _body(20)), 20)
     until(lambda: _idle(gateway))
+
+
+def test_a_suspect_is_begun_alone_and_who_ran_there_goes_on_behind_it(house: Fleet) -> None:
+    """Two workers are killed under a sound answer. The third, the last one, has another's: that is
+    handed over to where it was, and waits until the suspect has been tried."""
+    gateway = house.gateway()
+    for _ in range(3):
+        house.echo(20.0)
+    house.ready(gateway, 3)
+    with ThreadPoolExecutor() as pool:
+        neighbours: list[Future[bytes]] = []
+
+        def seen(count: int) -> None:
+            if count == 10:
+                house.holder(0).kill()
+            elif count == 60:
+                neighbours.append(pool.submit(stream, gateway, COMPLETIONS, _body(600)))
+                until(lambda: house.holder(2) is not house.holder(1))
+                until(lambda: gateway.metric("vllm:num_requests_running") == 2)
+                house.holder(1).kill()
+
+        _check(stream(gateway, COMPLETIONS, _body(600), seen), 600)
+        _check(neighbours[0].result(PATIENCE_S), 600)
+    assert gateway.metric("forebay_resubmitted_total", reason="worker_lost") == 2
+    assert gateway.metric("forebay_resubmitted_total", reason="drained") == 1
+    assert gateway.metric("forebay_given_up_total") == 0
 
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])

@@ -2,8 +2,8 @@
 
 It drops duplicates, turns away what may not wait, answers Accepted itself (the engine may be in a
 long step), keeps what it cannot send while Redis is away up to a bound, aborts what nobody waits
-for any more, and gives back what it cannot finish. It knows neither how an engine works nor what a
-request means.
+for any more, and gives back what it cannot finish. `trials` says when the engine gets what. It
+knows neither how an engine works nor what a request means.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import (
     BusError,
+    DrainingError,
     EngineError,
     ForebayError,
     UnsupportedError,
@@ -24,6 +25,7 @@ from forebay_shared.errors import (
 from forebay_shared.lane import Lane
 from forebay_shared.link import Value
 from forebay_shared.merge import merge
+from forebay_shared.models import CAP_RESUME
 from forebay_shared.packets import REPLY, WORK, Unread
 from forebay_shared.reader import Feed
 from forebay_shared.telemetry import WorkerMetrics
@@ -40,12 +42,14 @@ from forebay_shared.wire import (
     SubmitText,
     Sync,
     Task,
+    Usage,
     Work,
 )
 
 from forebay_worker.door import DEFAULT, Bounds, Door
 from forebay_worker.engines.base import Encoder, Engine, Teller
 from forebay_worker.metering import Metering
+from forebay_worker.trials import Trials
 
 if TYPE_CHECKING:
     from forebay_shared.tracing.spans import Tracing
@@ -91,12 +95,16 @@ class Service:
         self._gone_since: dict[str, float] = {}
         self._emitted: deque[Sequence[tuple[str, Reply]]] = deque()
         self._collecting = False
-        self._accepted: list[tuple[str, Accepted]] = []
+        self._own: list[tuple[str, Reply]] = []
+        """What this service says itself, before what the engine does."""
+        self._told: list[tuple[str, Callable[[], None]]] = []
+        """Gateways, and what to do when they have all that was said until now."""
         self._tracing = tracing
         self._traces: dict[RequestKey, str] = {}
         """Where the spans of open requests belong; only of those that are traced."""
         self._accepting: asyncio.TimerHandle | None = None
         self._metering = Metering(publisher)
+        self._trials = Trials(self)
         self.on_sync: Callable[[], None] = lambda: None
         """Called when a gateway asks for a snapshot of the prefix cache."""
 
@@ -129,7 +137,9 @@ class Service:
 
     def _receive(self, message: Work) -> None:
         if isinstance(message, Cancel):
-            self._engine.cancel(message.request_id, message.attempt, message.index)
+            key = (message.request_id, message.attempt)
+            if not self._trials.cancel(key, message.index):
+                self._engine.cancel(*key, message.index)
         elif isinstance(message, Sync):
             self.on_sync()
         else:
@@ -161,7 +171,7 @@ class Service:
         self._metrics.leases_lost.inc()
         self._metrics.fenced.inc(self.open_requests)
         for gateway in [name for name, requests in self._open.items() if requests]:
-            self._engine.cancel_gateway(gateway)
+            self._abort_all(gateway)
 
     def refuse(self, reason: ForebayError) -> None:
         """Takes no more requests from now on: what comes is given back."""
@@ -186,9 +196,7 @@ class Service:
 
     def _flushed(self) -> bool:
         return (
-            not self._emitted
-            and not self._accepted
-            and all(lane.idle for lane in self._lanes.values())
+            not self._emitted and not self._own and all(lane.idle for lane in self._lanes.values())
         )
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -209,14 +217,25 @@ class Service:
         self._open[work.gateway][key] = work.num_sequences
         if self._accepting is None:
             self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
-        self._accepted.append((work.gateway, Accepted(*key)))
+        self._own.append((work.gateway, Accepted(*key)))
         if work.metered:
             self._metering.submitted(work)
         if not isinstance(work, Encode) and self._tracing is not None and work.traceparent:
             self._traces[key] = work.traceparent
         if (refusal := self._leaving or self._turned_away(work, key)) is not None:
             self._refuse_all([(work.gateway, key)], refusal)
-        elif isinstance(work, Submit):
+        else:
+            self._trials.enter(work)
+
+    def begin(self, work: Task) -> None:
+        """Gives it to the engine."""
+        try:
+            self._begin(work)
+        except Exception:
+            self._broke(work)
+
+    def _begin(self, work: Task) -> None:
+        if isinstance(work, Submit):
             self._engine.submit(work)
         elif isinstance(work, SubmitText) and isinstance(self._engine, Teller):
             self._engine.submit_text(work)
@@ -225,7 +244,48 @@ class Service:
         else:
             what = "make embeddings" if isinstance(work, Encode) else "speak text"
             refusal = UnsupportedError(f"This engine does not {what}.")
-            self._refuse_all([(work.gateway, key)], refusal)
+            self._refuse_all([(work.gateway, (work.request_id, work.attempt))], refusal)
+
+    def cancel(self, work: Task, index: int | None) -> None:
+        self._engine.cancel(work.request_id, work.attempt, index)
+
+    def movable(self, work: Task) -> bool:
+        """Another worker can go on with it."""
+        if isinstance(work, Submit):
+            return CAP_RESUME in self._engine.card.capabilities
+        return isinstance(work, Encode)
+
+    def hand_over(self, work: Task) -> None:
+        """Ends it here; its gateway goes on with it elsewhere, or here when the trial is over."""
+        self._metrics.handed_over.inc()
+        message = "Another request is to run alone on this worker."
+        key = (work.request_id, work.attempt)
+        self._say(work, Failed(*key, DrainingError.code, message, retryable=True))
+        self.cancel(work, None)
+
+    def drop(self, work: Task) -> None:
+        """Answers the cancel of what the engine has never had."""
+        for index in work.indexes:
+            done = Done(work.request_id, work.attempt, index, "abort", None, Usage())
+            self._say(work, done)
+
+    def tell(self, work: Task, alone: bool | None, then: Callable[[], None]) -> None:
+        """Calls `then` when its gateway has all that was said, and this; None: nothing."""
+        if alone is not None:
+            self._say(work, Accepted(work.request_id, work.attempt, alone))
+        self._told.append((work.gateway, then))
+        self._loop.call_soon(self._collect)
+
+    def step_age_s(self) -> float:
+        return self._engine.load().step_age_s
+
+    def _say(self, work: Task, reply: Accepted | Done | Failed) -> None:
+        """Says what did not come of the engine."""
+        self._own.append((work.gateway, reply))
+        if not isinstance(reply, Accepted):
+            self._metering.replied(reply)
+            self._ended(work.gateway, reply)
+        self._loop.call_soon(self._collect)
 
     def _turned_away(self, work: Task, key: RequestKey) -> ForebayError | None:
         """Why the request may not wait here. One that goes on with an answer always may."""
@@ -275,13 +335,16 @@ class Service:
             self._accepting.cancel()
             self._accepting = None
         packets: defaultdict[str, list[Reply]] = defaultdict(list)
-        for gateway, accepted in self._accepted:
-            packets[gateway].append(accepted)
-        self._accepted.clear()
+        for gateway, reply in self._own:
+            packets[gateway].append(reply)
+        self._own.clear()
+        told, self._told = self._told, []
         steps, metered = 0, len(self._metering) > 0
         while self._emitted:
             steps += 1
             for gateway, reply in self._emitted.popleft():
+                if not self._trials.heard(reply):
+                    continue
                 packets[gateway].append(reply)
                 if metered:
                     self._metering.replied(reply)
@@ -291,6 +354,8 @@ class Service:
                     self._ended(gateway, reply)
         for gateway, replies in packets.items():
             self._lane(gateway).send(merge(replies) if steps > 1 else replies)
+        for gateway, then in told:
+            self._lane(gateway).after(then)
 
     def _ended(self, gateway: str, reply: Done | Failed | Embedded) -> None:
         requests = self._open[gateway]
@@ -338,7 +403,7 @@ class Service:
         for key in requests:
             self._traces.pop(key, None)
         log.warning("aborted %d requests whose replies cannot be sent", len(requests))
-        self._engine.cancel_gateway(gateway)
+        self._abort_all(gateway)
         message = "The worker could not send its answer."
         self._lane(gateway).send(
             [Failed(*key, code="worker_lost", message=message, retryable=True) for key in requests]
@@ -355,9 +420,13 @@ class Service:
 
         self._publisher.call("EXISTS", keys.gateway_lease(gateway)).add_done_callback(answered)
 
+    def _abort_all(self, gateway: str) -> None:
+        self._trials.cancel_gateway(gateway)
+        self._engine.cancel_gateway(gateway)
+
     def _gateway_lost(self, gateway: str) -> None:
         log.warning("gateway %s is gone: aborted %d requests", gateway, len(self._open[gateway]))
-        self._engine.cancel_gateway(gateway)
+        self._abort_all(gateway)
         self._metering.gateway_gone(gateway)
         self._forget(gateway)
 

@@ -94,6 +94,9 @@ class GatewayMetrics:
         self.strays_cleared = counter(
             "forebay_strays_cleared", "Dead processes whose keys this gateway cleared away."
         )
+        self.given_up = counter(
+            "forebay_given_up", "Requests that ended a worker which ran nothing beside them."
+        )
         self._fallbacks = counter(
             "forebay_alias_fallbacks",
             "Requests that went on to the next model of their alias, by reason.",
