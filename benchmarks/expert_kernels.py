@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from forebay_worker.kernels import fp8
 from forebay_worker.kernels.expert_linear import (
     ExpertConfig,
     combine,
@@ -17,6 +18,7 @@ from forebay_worker.kernels.expert_linear import (
     experts_down,
     experts_gate_up,
 )
+from forebay_worker.kernels.fp8 import Fp8, Numbers
 from forebay_worker.kernels.routing import Routing, route
 from kernels import BF16, DEVICE, Launch, Peak, Row, time_launches
 
@@ -56,13 +58,25 @@ def bench_experts(peak: Peak, sweep: bool) -> Iterator[Row]:
         torch.randn(EXPERTS, *shape, device=DEVICE, dtype=BF16) * shape[1] ** -0.5
         for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
     )
+    for kind, weights in (("", (gate_up, down)), (" e4m3", (e4m3(gate_up), e4m3(down)))):
+        yield from bench_kind(peak, kind, *weights, sweep=sweep)
+
+
+def e4m3(weight: torch.Tensor) -> Fp8:
+    values, scale = fp8.quantize(weight.flatten(0, 1))
+    return Fp8(values.view(weight.shape), scale)
+
+
+def bench_kind(
+    peak: Peak, kind: str, gate_up: Numbers, down: Numbers, *, sweep: bool
+) -> Iterator[Row]:
     for rows in ROWS:
         every = torch.randn(8, rows, EXPERTS, device=DEVICE, dtype=BF16)
         chosen = config_for(rows * PER_TOKEN, EXPERTS, BF16.itemsize)
         for config in _worth_a_try(rows) if sweep else [chosen]:
             routings = [route(logits, PER_TOKEN, True, config.tile_m) for logits in every]
-            yield from bench_products(peak, rows, gate_up, down, routings, config)
-        if not sweep:
+            yield from bench_products(peak, kind, gate_up, down, routings, config)
+        if not sweep and not kind:
             yield from bench_rest(peak, rows, list(every), chosen.tile_m)
 
 
@@ -74,13 +88,14 @@ def _worth_a_try(rows: int) -> list[ExpertConfig]:
 
 def bench_products(
     peak: Peak,
-    rows: int,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    kind: str,
+    gate_up: Numbers,
+    down: Numbers,
     routings: list[Routing],
     config: ExpertConfig,
 ) -> Iterator[Row]:
     """One after the other, each with the routings in turns."""
+    rows = len(routings[0].chosen)
     x = torch.randn(rows, HIDDEN, device=DEVICE, dtype=BF16)
     gated = torch.randn(rows * PER_TOKEN, INNER, device=DEVICE, dtype=BF16)
     touched = sum(len(each.chosen.unique()) for each in routings) / len(routings)
@@ -91,11 +106,12 @@ def bench_products(
         launches: list[Launch] = [
             partial(product, inputs, weight, routing, config) for routing in routings
         ]
-        each = weight[0].numel()
-        size = 2 * touched * each + 2 * rows * PER_TOKEN * (HIDDEN + INNER)
+        values = weight.values if isinstance(weight, Fp8) else weight
+        each = values[0].numel()
+        size = values.itemsize * touched * each + 2 * rows * PER_TOKEN * (HIDDEN + INNER)
         flops = 2.0 * rows * PER_TOKEN * each
         shape = f"{rows} rows, {touched:.0f} experts"
-        yield peak.row(name, shape, config, time_launches(launches), size, flops)
+        yield peak.row(name + kind, shape, config, time_launches(launches), size, flops)
 
 
 def bench_rest(peak: Peak, rows: int, every: list[torch.Tensor], tile: int) -> Iterator[Row]:

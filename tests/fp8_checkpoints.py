@@ -58,7 +58,7 @@ def compress(directory: Path, strategy: str, *, kv: tuple[float, float] | None =
     tensors = load_file(directory / _FILE)
     fine = strategy == "fine_grained"
     for name, weight in list(tensors.items()):
-        if ".layers." not in name or weight.ndim != 2:
+        if ".layers." not in name or weight.ndim != 2 or name.endswith("mlp.gate.weight"):
             continue
         values, scale = quantized(weight.float(), "block" if fine else strategy)
         tensors[name] = values

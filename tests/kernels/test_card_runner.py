@@ -4,7 +4,6 @@ Without a card the same kernels run in Triton's interpreter, without graphs and 
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -323,12 +322,6 @@ def _corrupt(sampled: Sampled | None) -> bool:
 def test_a_machine_without_a_card_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="torch finds no CUDA card on this machine"):
         devices.make_runner(tmp_path, WorkerSettings(device="cuda"))
-
-
-def test_fp8_weights_of_experts_are_refused(tmp_path: Path) -> None:
-    path, asked = directory("qwen3_moe", tmp_path), replace(settings("float32"), quantization="fp8")
-    with pytest.raises(ModelError, match="fp8 weights of a model with experts"):
-        CardRunner(path, asked, torch.device("cpu"))
 
 
 def test_a_head_that_no_kernel_takes_is_refused(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forebay_worker.kernels import expert_linear, reference
+from forebay_worker.kernels import expert_linear, fp8, reference
 from forebay_worker.kernels.card import CardOps
 from forebay_worker.kernels.expert_linear import ExpertConfig, combine
+from forebay_worker.kernels.fp8 import Fp8, Numbers
 from forebay_worker.kernels.reference import ExpertWeights, Step
 from forebay_worker.kernels.routing import Routing, most_tiles, route
 
@@ -152,6 +153,36 @@ def test_the_op_agrees_with_the_reference(
     experts = make_experts(device, dtype, **sizes)
     residual = torch.randn(rows, experts.router.shape[1]).to(dtype).to(device)
     assert_close(on_card(residual, experts), expected(residual, experts))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_e4m3_weights_count_as_the_numbers_that_they_stand_for(
+    rows: int, grouped: bool, device: torch.device
+) -> None:
+    experts = make_experts(device, torch.float32, number=3, hidden=160, inner=144)
+    both = replace(
+        experts,
+        gate_up=e4m3(experts.gate_up, grouped=grouped),
+        down=e4m3(experts.down, grouped=grouped),
+    )
+    residual = torch.randn(rows, 160, device=device)
+    gain = torch.ones(160, device=device)
+    wanted = reference.sparse_mlp(residual, gain, EPS, both)
+    assert_close(on_card(residual, both), wanted)
+    plain = expected(residual, experts) - residual
+    assert float((wanted - residual - plain).norm() / plain.norm()) < 0.1
+
+
+def e4m3(weight: Numbers, *, grouped: bool) -> Fp8:
+    """Stacked matrices with a scale per row, or per 128 numbers of one, each of its own."""
+    assert isinstance(weight, torch.Tensor)
+    values, scale = fp8.quantize(weight.flatten(0, 1))
+    if grouped:
+        factors = torch.tensor([1.0, 2.0], device=weight.device)[:, None]
+        wide = factors.repeat_interleave(fp8.GROUP, 0)[: weight.shape[-1]].t()
+        values, scale = fp8.encode(values.float() / wide), scale * factors
+    return Fp8(values.view(weight.shape), scale.contiguous())
 
 
 def test_all_tokens_may_take_one_expert(device: torch.device) -> None:

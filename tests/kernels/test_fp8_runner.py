@@ -47,6 +47,15 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 QWEN2: dict[str, Any] = {**MODEL, "model_type": "qwen2"}  # whose product of qkv has a bias
+# Every expert is taken, so that no rounding changes a choice.
+EXPERTS: dict[str, Any] = {
+    **MODEL,
+    "model_type": "qwen3_moe",
+    "num_experts": 3,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 144,
+    "norm_topk_prob": True,
+}
 WHOLE = SamplingParams(temperature=0, logprobs=VOCAB)
 # More than few rows; on a card also more than `small_linear` takes.
 LENGTHS = (5, 62, 90, 1) if ON_CARD else (5, 62, 1)
@@ -181,7 +190,7 @@ def test_a_checkpoint_says_what_its_numbers_say(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", [QWEN2, *[MODEL] * ON_CARD], ids=_family)
+@pytest.mark.parametrize("model", [QWEN2, EXPERTS, *[MODEL] * ON_CARD], ids=_family)
 def test_weights_keys_and_values_become_e4m3_at_the_start(
     model: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from forebay_worker.engine import tensor_files, weights
-from forebay_worker.kernels import reference
+from forebay_worker.kernels import fp8, reference
+from forebay_worker.kernels.fp8 import Fp8
 from forebay_worker.kernels.reference import ExpertWeights
 from forebay_worker.models.config import ModelError
+from forebay_worker.models.decoder import quantize
 from forebay_worker.models.registry import read_config
+from fp8_checkpoints import compress, plain
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
@@ -137,6 +140,43 @@ def test_both_layouts_load_alike_in_one_file_or_in_shards(checkpoint: Path) -> N
     assert torch.equal(first[f"{at}.gate_up.weight"][3], torch.cat(third))
     assert torch.equal(first[f"{at}.down.weight"][3], held[f"{at}.3.down_proj.weight"])
     assert "model.layers.1.mlp.gate_up.weight" in first
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "fine_grained"])
+def test_e4m3_of_each_expert_loads_as_the_numbers_it_stands_for(
+    checkpoint: Path, strategy: str
+) -> None:
+    save_file(
+        unstacked(load_file(checkpoint / tensor_files.SINGLE)), checkpoint / tensor_files.SINGLE
+    )
+    compress(checkpoint, strategy)
+    packed, wanted = load(checkpoint), plain(checkpoint)
+    at = "model.layers.2.mlp"
+    assert packed[f"{at}.gate.weight"].dtype == torch.float32
+    for name, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        values = packed[f"{at}.experts.{name}.weight"]
+        scale = packed[f"{at}.experts.{name}.weight_scale"]
+        assert values.dtype == torch.float8_e4m3fn
+        found = fp8.dequantize(Fp8(values.flatten(0, 1), scale), torch.float32)
+        every = [
+            wanted[f"{at}.experts.{expert}.{part}_proj.weight"]
+            for expert in range(len(values))
+            for part in parts
+        ]
+        assert torch.equal(found, torch.cat(every))
+
+
+def test_experts_become_e4m3_and_the_router_does_not(checkpoint: Path) -> None:
+    def prepare(name: str, loaded: dict[str, torch.Tensor]) -> None:
+        quantize(name, loaded)
+
+    config = read_config(checkpoint)
+    found = weights.load(checkpoint, config, torch.float32, CPU, progress=False, prepare=prepare)
+    at = "model.layers.0.mlp"
+    assert found[f"{at}.experts.down.weight"].shape == (7, 48, 40)
+    assert found[f"{at}.experts.down.weight"].dtype == torch.float8_e4m3fn
+    assert found[f"{at}.experts.down.weight_scale"].shape == (1, 7 * 48)
+    assert found[f"{at}.gate.weight"].dtype == torch.float32
 
 
 def test_a_wrong_tensor_of_an_expert_is_named(checkpoint: Path) -> None:

@@ -250,12 +250,7 @@ def _kv_dtype(config: ModelConfig, settings: WorkerSettings, dtype: torch.dtype)
 def _check_fp8(
     config: ModelConfig, settings: WorkerSettings, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises ModelError when fp8 is needed of a card that has none, or of a model's experts."""
-    if config.experts is not None and (settings.quantization == "fp8" or config.weights_are_fp8):
-        raise ModelError(
-            "fp8 weights of a model with experts are not supported: leave --quantization out, and "
-            "take a checkpoint that is not quantised. --kv-cache-dtype fp8 is."
-        )
+    """Raises ModelError when fp8 is needed of a card that has none."""
     needed = settings.quantization == "fp8" or config.weights_are_fp8 or kv_dtype == E4M3
     if not needed or device.type != "cuda":
         return

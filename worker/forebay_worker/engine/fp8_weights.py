@@ -9,7 +9,7 @@ from torch import Tensor
 from forebay_worker.engine.tensor_files import E4M3, Tensors
 from forebay_worker.kernels.fp8 import GROUP, Fp8
 from forebay_worker.models.config import ModelConfig, ModelError
-from forebay_worker.models.decoder import LAYERS, Parameter
+from forebay_worker.models.decoder import LAYERS, ROUTER, Parameter
 
 _KV = ("self_attn.{0}_scale", "self_attn.{0}_proj.output_scale")
 """What a layer's scale of keys (k) or values (v) is called: now, and by older releases."""
@@ -29,6 +29,8 @@ def is_fp8(tensors: Tensors, parameter: Parameter, config: ModelConfig) -> bool:
     its parts are."""
     if not config.weights_are_fp8 or not parameter.name.startswith(LAYERS):
         return False
+    if parameter.name.endswith(ROUTER):
+        return False
     kinds = {part: tensors[part].kind == E4M3 for part in parameter.parts}
     if len(set(kinds.values())) > 1:
         names = " and ".join(sorted(parameter.parts))
@@ -37,7 +39,8 @@ def is_fp8(tensors: Tensors, parameter: Parameter, config: ModelConfig) -> bool:
 
 
 def pack(tensors: Tensors, parameter: Parameter, config: ModelConfig, device: torch.device) -> Fp8:
-    """The parts of a matrix, one under another, and their scales. Raises ModelError."""
+    """The parts of a matrix, one under another, and their scales; of experts [experts, rows,
+    columns], with the scales of all rows in one. Raises ModelError."""
     values: list[Tensor] = []
     scales: list[Tensor] = []
     for part, size in zip(parameter.parts, parameter.sizes, strict=True):
@@ -51,7 +54,8 @@ def pack(tensors: Tensors, parameter: Parameter, config: ModelConfig, device: to
         names = " and ".join(sorted(parameter.parts))
         raise ModelError(f"Tensors {names} have scales of different kinds: they must be alike.")
     joined = torch.cat([each.view(torch.uint8) for each in values])
-    return Fp8(joined.view(torch.float8_e4m3fn), torch.cat(scales, 1).contiguous())
+    packed = joined.view(torch.float8_e4m3fn).view(parameter.shape)
+    return Fp8(packed, torch.cat(scales, 1).contiguous())
 
 
 def _of_rows(tensors: Tensors, part: str, config: ModelConfig, rows: int, columns: int) -> Tensor:

@@ -9,6 +9,9 @@ every row of the weight is read along its own k, and leaves both in the same thr
 gives is rounded to the storage type, as the models' own code does; the sum is float32, in the order
 of the slots, so a token's does not depend on who else is in the step.
 
+A weight may be e4m3: it is widened to x's type at any number of rows, and its scales multiply the
+sums, as in `small_linear`.
+
 A few rows per expert are bound by the bytes of the weights of the experts chosen, so a tile is no
 taller than it need be; many by arithmetic.
 """
@@ -20,9 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay_worker.kernels.fp8 import GROUP, Fp8, Numbers
 from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
 from forebay_worker.kernels.routing import Routing
-from forebay_worker.kernels.small_linear import MOST_ROWS
+from forebay_worker.kernels.small_linear import MOST_ROWS, _add_product, _scaled
 
 
 class ExpertConfig(NamedTuple):
@@ -55,8 +59,9 @@ def config_for(pairs: int, experts: int, itemsize: int) -> ExpertConfig:
 
 @triton.jit
 def _expert_linear_kernel(
-    out, x, weight, order, tiles, count, columns, depth,
-    stride_x, stride_w, stride_expert, stride_out,
+    out, x, weight, scales, order, tiles, count, columns, depth,
+    stride_x, stride_w, stride_expert, stride_out, stride_scales,
+    SCALES: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, PER_TOKEN: tl.constexpr, FIELDS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -79,10 +84,12 @@ def _expert_linear_kernel(
     if GATE:  # columns of the output, each twice: of the gate, then of up
         column = first + each // 2
         w_at = column + each % 2 * columns
+        of_acc = scales + expert * 2 * columns + w_at
         x_at = pair // PER_TOKEN
     else:
         column = first + each
         w_at = column
+        of_acc = scales + expert * columns + w_at
         x_at = at
     known = column < columns
     x_row = x + x_at[:, None].to(tl.int64) * stride_x
@@ -92,7 +99,9 @@ def _expert_linear_kernel(
         k = start + tl.arange(0, TILE_K)
         a = tl.load(x_row + k[None, :], mask=inside[:, None] & (k < depth)[None, :], other=0.0)
         w = tl.load(w_row + k[:, None], mask=(k < depth)[:, None] & known[None, :], other=0.0)
-        acc = tl.dot(a, w, acc, input_precision="ieee")
+        group = start // GROUP * stride_scales
+        acc = _add_product(acc, a, w, of_acc + group, known, SCALES)
+    acc = _scaled(acc, of_acc, known, SCALES)
     kind = out.dtype.element_ty
     if GATE:
         gate, up = tl.split(tl.reshape(acc, (TILE_M, TILE_N // 2, 2)))
@@ -136,36 +145,46 @@ def _combine_kernel(
         tl.store(squares + row, tl.sum(wide * wide, 0))
 
 
-def experts_gate_up(x: Tensor, weight: Tensor, routing: Routing, config: ExpertConfig) -> Tensor:
+def experts_gate_up(x: Tensor, weight: Numbers, routing: Routing, config: ExpertConfig) -> Tensor:
     """silu(gate) * up of x [T, hidden], by pair in the order of `routing`: [T * K, I], of which the
     rows past the last tile are not written. weight [E, 2 I, hidden]; all are contiguous along their
     last dimension. The routing's tiles are those of the config."""
-    columns = weight.shape[1] // 2
+    columns = _values(weight).shape[1] // 2
     out = torch.empty((len(routing.order), columns), dtype=x.dtype, device=x.device)
     return _launch(x, weight, routing, config, out, gate=True)
 
 
-def experts_down(gated: Tensor, weight: Tensor, routing: Routing, config: ExpertConfig) -> Tensor:
+def experts_down(gated: Tensor, weight: Numbers, routing: Routing, config: ExpertConfig) -> Tensor:
     """[T * K, hidden] by pair, of what `experts_gate_up` gives; a pair of no expert is not written.
     weight [E, hidden, I]."""
-    out = torch.empty((len(gated), weight.shape[1]), dtype=gated.dtype, device=gated.device)
+    columns = _values(weight).shape[1]
+    out = torch.empty((len(gated), columns), dtype=gated.dtype, device=gated.device)
     return _launch(gated, weight, routing, config, out, gate=False)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, routing: Routing, config: ExpertConfig, out: Tensor, *, gate: bool
+    x: Tensor, weight: Numbers, routing: Routing, config: ExpertConfig, out: Tensor, *, gate: bool
 ) -> Tensor:
+    weight, scales = weight if isinstance(weight, Fp8) else (weight, None)
+    by_group = scales is not None and len(scales) > 1
+    assert not by_group or GROUP % config.tile_k == 0, "a tile may not lie in two groups"
     columns, overlap = out.shape[1], overlaps(x.device)
     across = triton.cdiv(columns, config.tile_n // (2 if gate else 1))
     _expert_linear_kernel[(across * len(routing.tiles),)](
-        out, x, weight, routing.order, routing.tiles, routing.count, columns, weight.shape[2],
+        out, x, weight, weight if scales is None else scales, routing.order, routing.tiles,
+        routing.count, columns, weight.shape[2],
         x.stride(0), weight.stride(1), weight.stride(0), out.stride(0),
-        GATE=gate, PER_TOKEN=routing.chosen.shape[1], FIELDS=routing.tiles.shape[1],
+        0 if scales is None else scales.shape[1], SCALES=0 if scales is None else 1 + by_group,
+        GROUP=GROUP, GATE=gate, PER_TOKEN=routing.chosen.shape[1], FIELDS=routing.tiles.shape[1],
         TILE_M=config.tile_m, TILE_N=config.tile_n, TILE_K=config.tile_k,
         OVERLAP=overlap, launch_pdl=overlap,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
+
+
+def _values(weight: Numbers) -> Tensor:
+    return weight.values if isinstance(weight, Fp8) else weight
 
 
 def combine(

@@ -69,11 +69,12 @@ class Step:
 class ExpertWeights:
     """A layer's experts: router [E, hidden], gate_up [E, 2 I, hidden], down [E, hidden, I], which
     is E gated MLPs of I. Each token takes `per_token` of them; `renormalise`: with weights that add
-    up to 1."""
+    up to 1. Of e4m3 a matrix has the scales of the experts' rows one after another: [1 or groups,
+    E * rows]; it meets any number of rows as they are."""
 
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Numbers
+    down: Numbers
     per_token: int
     renormalise: bool
 
@@ -143,10 +144,19 @@ def sparse_mlp(residual: Tensor, gain: Tensor, eps: float, experts: ExpertWeight
     total = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         row, slot = (chosen == expert).nonzero(as_tuple=True)
-        gated = silu_mul(linear(x[row], experts.gate_up[expert]))
-        part = linear(gated, experts.down[expert])
+        gated = silu_mul(linear(x[row], _of_expert(experts.gate_up, expert, x.dtype)))
+        part = linear(gated, _of_expert(experts.down, expert, x.dtype))
         total.index_add_(0, row, part.float() * weights[row, slot, None])
     return residual + total.to(x.dtype)
+
+
+def _of_expert(weight: Numbers, expert: int, dtype: torch.dtype) -> Tensor:
+    """One expert's matrix [rows, columns]."""
+    if not isinstance(weight, Fp8):
+        return weight[expert]
+    values = weight.values[expert]
+    rows = slice(expert * len(values), (expert + 1) * len(values))
+    return fp8.dequantize(Fp8(values, weight.scale[:, rows]), dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

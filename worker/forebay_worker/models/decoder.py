@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forebay_worker.kernels import fp8, reference
-from forebay_worker.kernels.fp8 import Fp8
+from forebay_worker.kernels.fp8 import Fp8, Numbers
 from forebay_worker.kernels.reference import ExpertWeights, KvCache, Step
 from forebay_worker.layers import rope
 from forebay_worker.layers.attention import Attention
@@ -25,6 +25,7 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 LAYERS = "model.layers."
+ROUTER = "mlp.gate.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,12 @@ def fold_norm(name: str, weights: Mapping[str, Tensor]) -> None:
 
 
 def quantize(name: str, weights: dict[str, Tensor]) -> None:
-    """If weight `name` is a matrix of a layer, puts e4m3 and its scales in its place."""
-    if name.startswith(LAYERS) and weights[name].dim() == 2:
-        weights[name], weights[f"{name}_scale"] = fp8.quantize(weights[name])
+    """If weight `name` is a matrix of a layer, puts e4m3 and its scales in its place; a router's
+    stays, since it is small and chooses."""
+    weight = weights[name]
+    if name.startswith(LAYERS) and weight.dim() > 1 and not name.endswith(ROUTER):
+        values, weights[f"{name}_scale"] = fp8.quantize(weight.view(-1, weight.shape[-1]))
+        weights[name] = values.view(weight.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +198,8 @@ def _layer(
     at = f"{LAYERS}{layer}"
 
     def linear(name: str) -> Linear:
-        weight, scale = weights[f"{at}.{name}.weight"], weights.get(f"{at}.{name}.weight_scale")
         bias = weights.get(f"{at}.{name}.bias")
-        return Linear(weight if scale is None else Fp8(weight, scale), bias, ops)
+        return Linear(_numbers(weights, f"{at}.{name}.weight"), bias, ops)
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(weights[f"{at}.{name}.weight"], config.norm_eps)
@@ -219,12 +222,18 @@ def _layer(
 
 def _expert_weights(experts: Experts, weights: Mapping[str, Tensor], at: str) -> ExpertWeights:
     return ExpertWeights(
-        router=weights[f"{at}.mlp.gate.weight"],
-        gate_up=weights[f"{at}.mlp.experts.gate_up.weight"],
-        down=weights[f"{at}.mlp.experts.down.weight"],
+        router=weights[f"{at}.{ROUTER}"],
+        gate_up=_numbers(weights, f"{at}.mlp.experts.gate_up.weight"),
+        down=_numbers(weights, f"{at}.mlp.experts.down.weight"),
         per_token=experts.per_token,
         renormalise=experts.renormalise,
     )
+
+
+def _numbers(weights: Mapping[str, Tensor], name: str) -> Numbers:
+    """A weight, with its scales where it is e4m3."""
+    weight, scale = weights[name], weights.get(f"{name}_scale")
+    return weight if scale is None else Fp8(weight, scale)
 
 
 def cos_sin_table(config: ModelConfig, positions: int) -> Tensor:
