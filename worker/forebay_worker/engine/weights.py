@@ -77,6 +77,7 @@ def load_parameters(
     """
     with ExitStack() as stack:
         tensors = open_tensors(directory, stack, known_as)
+        wanted = [_as_stored(each, tensors) for each in wanted]
         _check_names(tensors, wanted, family, (*unused, *DERIVED))
         return {
             parameter.name: _pack(tensors, parameter, dtype, device)
