@@ -74,12 +74,13 @@ class Backend:
         return self.reader.connected
 
     async def opened(self, timeout_s: float) -> None:
-        """Waits until this process can serve: it has the directory and knows a worker. Not longer
-        than `timeout_s`, since Redis may be away and workers may still load."""
+        """Waits until this process can serve: it has the directory, and knows a worker and all that
+        are there. Not longer than `timeout_s`, since Redis may be away and workers may still
+        load."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.teams.sync.loaded()
-                while not self.roster.ready:
+                while not (self.roster.ready and self.roster.met):
                     await self.roster.changed()
 
     async def failure(self) -> None:

@@ -135,6 +135,14 @@ class Roster:
         self._snapshots = -1
         self._pools: dict[tuple[str, str], Pool[Worker]] = {}
         self._loading = Loading()
+        self._joined = False
+        self._unmet: set[str] = set()
+        """Members and workers whose card is on its way: any name may be on it."""
+
+    @property
+    def met(self) -> bool:
+        """All members that Redis named are known, so that what is not known does not exist."""
+        return self._joined and not self._unmet
 
     @property
     def ready(self) -> bool:
@@ -157,7 +165,8 @@ class Roster:
         """The card that serves `name` (any of its names).
 
         Raises:
-            NoWorkerError: no worker has ever been seen, or one is still loading the model.
+            NoWorkerError: no worker has ever been seen, one is still loading the model, or one is
+                known whose models are not.
             ModelNotFoundError: workers are known, but none serves this name.
         """
         for card in self._known():
@@ -169,6 +178,8 @@ class Roster:
             )
         if not self._cards:
             raise NoWorkerError("No worker is ready yet. Please retry.", retry_after_s=2.0)
+        if self._unmet:
+            raise NoWorkerError("A worker has just joined. Please retry.", retry_after_s=1.0)
         raise ModelNotFoundError("The model does not exist or is not served here.", param="model")
 
     def knows(self, name: str) -> bool:
@@ -212,7 +223,7 @@ class Roster:
         self._learners.append(learner)
 
     async def changed(self) -> None:
-        """Waits until a worker begins to take requests."""
+        """Waits until a worker begins to take requests, or the last one is met."""
         await self._changed.wait()
 
     def feed(self) -> Feed[RosterEvent]:
@@ -282,13 +293,23 @@ class Roster:
         if worker.card is not None:
             self._loading.drop(worker.name)
         if worker.open and not was_open:
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _now_met(self, worker: str) -> None:
+        self._unmet.discard(worker)
+        if not self._unmet:
+            self._wake()
 
     def _fetch_card(self, worker: Worker) -> None:
         wanted = worker.card_hash
+        self._unmet.add(worker.name)
 
         def received(future: asyncio.Future[Value]) -> None:
+            self._now_met(worker.name)
             if future.cancelled() or future.exception() is not None:
                 return
             card = _card(future.result(), wanted)
@@ -313,13 +334,19 @@ class Roster:
             for beacon in _beacons(future.result()):
                 if beacon.worker not in self._workers:
                     self._meet(beacon)
+            self._joined = True
+            if not self._unmet:
+                self._wake()
 
         self._publisher.call("HGETALL", keys.members()).add_done_callback(received)
 
     def _meet(self, beacon: Beacon) -> None:
         """Takes a member whose lease is there; one without is the trace of a dead worker."""
 
+        self._unmet.add(beacon.worker)
+
         def received(future: asyncio.Future[Value]) -> None:
+            self._now_met(beacon.worker)
             alive = not future.cancelled() and future.exception() is None and future.result() == 1
             if alive and beacon.worker not in self._workers:
                 self._take(beacon)

@@ -21,6 +21,7 @@ from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.supervise import Supervisor
 from forebay_shared.telemetry import GatewayMetrics
 from forebay_shared.wire import Beacon, Farewell, Load
+from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry
 from redis_house import RedisServer, WaitUntil
 
@@ -90,6 +91,45 @@ async def test_a_gateway_that_joins_knows_the_members_before_their_next_beacon(
         async with backend(redis_url) as one:
             one.roster.on_card(lambda _: seen.extend(one.roster.workers))
             await wait_until(lambda: seen == [name])
+
+
+async def test_a_gateway_opens_when_it_knows_all_that_are_there(
+    redis_url: str, wait_until: WaitUntil, session_redis: RedisServer
+) -> None:
+    """Else its first requests for the model of the second worker would be told that it is none."""
+    client = session_redis.client
+    with workers(redis_url, 3):
+        await wait_until(lambda: client.hlen(keys.members()) == 3)
+        for _ in range(5):
+            async with backend(redis_url) as one:
+                assert not one.roster.met
+                await one.opened(PATIENCE_S)
+                names = one.roster.workers
+                cards = [worker.card for name in names if (worker := one.roster.get(name))]
+                assert len(cards) == 3
+                assert all(cards)
+
+
+async def test_no_name_is_unknown_while_a_workers_card_is_on_its_way(
+    redis_url: str, wait_until: WaitUntil
+) -> None:
+    def refused() -> bool:
+        try:
+            one.roster.find("another")
+        except NoWorkerError:
+            return False
+        except ModelNotFoundError:
+            return True
+        return False
+
+    async with backend(redis_url) as one:
+        with workers(redis_url, 1):
+            await wait_until(lambda: one.roster.ready and refused())
+            one.roster.receive([Beacon(worker="new", card="of none", load=Load())])
+            with pytest.raises(NoWorkerError, match="just joined"):
+                one.roster.find("another")
+            assert one.roster.find("echo")
+            await wait_until(refused)
 
 
 async def test_a_silent_worker_lapses_and_a_zombie_joins_again(
