@@ -376,6 +376,7 @@ def called(result: list[dict], name: str = "time") -> list[dict]:
 
 
 LATER = WEATHER | {"defer_loading": True}
+BAD = {"name": "x y"}
 
 
 @pytest.mark.parametrize(
@@ -481,6 +482,11 @@ def answer_with(**fields: object) -> dict:
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "x y", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "x", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+        ({"tools": [LATER, {"name": "x y", "input_schema": {}}]}, "tools[1].name"),
+        (
+            {"tools": [{"type": "tool_search_tool_regex_20251119", "name": "s"}, LATER | BAD]},
+            "tools[1].name",
+        ),
         ({"context_management": {"edits": [{}]}}, "context_management.edits[0].type"),
         ({"tools": [WEATHER | {"allowed_callers": ["x"]}]}, "tools[0].allowed_callers"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -329,6 +329,16 @@ def test_a_format_is_a_grammar_under_this_dialects_name(api: Api) -> None:
                 "tools": [TIME],
             },
         ),
+        (
+            "tools[1].name",
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "tools": [{"type": "function", "name": "a b"}],
+                },
+                "tools": [TIME, TIME | {"name": "a b"}],
+            },
+        ),
         ("input", {"input": "word " * 3000}),
         ("stop", {"stop": ["x"] * 17}),
         ("seed", {"seed": 2**64}),

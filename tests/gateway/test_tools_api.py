@@ -269,6 +269,18 @@ def test_history_with_calls_is_rendered_with_arguments_as_objects(api: Api) -> N
     assert "<|im_start|>tool\n1(call_0)<|im_end|>" in text
 
 
+@pytest.mark.parametrize("depth", [100, 101, 450, 700, 900])
+def test_arguments_nested_as_deep_as_anybody_likes_are_part_of_the_history(
+    api: Api, depth: int
+) -> None:
+    arguments = "[" * depth + "]" * depth
+    call = {"id": "a", "type": "function", "function": {"name": "time", "arguments": arguments}}
+    asked = {"role": "user", "content": "x"}
+    whole(api, messages=[asked, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    shown = arguments if depth <= 100 else f'"{arguments}"'
+    assert f"<tool_call>time a {shown}</tool_call>" in prompt_text(api)
+
+
 def test_an_id_that_is_null_is_named(api: Api) -> None:
     """Contract B095."""
     result = {"role": "tool", "tool_call_id": None, "content": "noon"}

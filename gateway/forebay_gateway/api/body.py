@@ -24,7 +24,7 @@ async def read_json_body(
     content_type = headers.get(b"content-type", b"")
     if content_type != b"application/json":
         _check_type(content_type)
-    if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+    if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
         raise MediaTypeError("Content-Encoding is not supported; send the JSON as it is.")
     declared = headers.get(b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared[:20]) > limit):

@@ -15,6 +15,7 @@ from forebay_gateway.api.openai.tools import (
     NamedFunction,
     NamedToolChoice,
     ToolDefinition,
+    read_tool,
 )
 
 _SEARCHES = "tool_search_tool_"
@@ -67,7 +68,9 @@ def _definition(tool: Tool, at: str) -> ToolDefinition:
     function = FunctionDefinition(
         tool.name, tool.description, tool.input_schema | examples, tool.strict
     )
-    return ToolDefinition("function", function)
+    definition = ToolDefinition("function", function)
+    read_tool(definition, at)  # its place among those that are shown may be another one
+    return definition
 
 
 def _referred(messages: Sequence[Message]) -> Iterator[str]:

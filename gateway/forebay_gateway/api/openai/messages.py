@@ -12,6 +12,7 @@ from forebay_shared.template import Json
 
 from forebay_gateway.api.openai.schema import ContentPart, FunctionCall, ToolCall
 from forebay_gateway.api.openai.schema import Message as ClientMessage
+from forebay_gateway.api.openai.tools import is_flat
 from forebay_gateway.prompt import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -20,6 +21,9 @@ _RENDERED = {"developer": "system", "function": "tool"}
 _UNNAMED = "call_0"
 """The id of a legacy function_call, which has none, and of its result."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_MAX_DEPTH = 100
+"""Of arguments that a template gets as an object. Whoever walks through deeper ones, here or in a
+template, runs out of stack at some 350."""
 
 
 def conversation(messages: list[ClientMessage]) -> list[Message]:
@@ -105,9 +109,11 @@ def _tool_call(call: ToolCall) -> Message:
 
 
 def _arguments(function: FunctionCall) -> Json:
-    """Templates expect the arguments as an object; what is no JSON stays the text that it is."""
+    """Templates expect the arguments as an object; what is no JSON, or nested too deep for anybody
+    to walk through, stays the text that it is."""
     text = function.arguments or "{}"
     try:
-        return msgspec.json.decode(text)
+        found: Json = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return text
+    return found if is_flat(found, _MAX_DEPTH) else text

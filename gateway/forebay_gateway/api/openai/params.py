@@ -37,7 +37,8 @@ MAX_BAD_WORD_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 
 _SALT = re.compile(r"[\x21-\x7e]{1,128}")
-_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+"""One spelling for each id: of two in one object only one would count."""
 
 
 def use_of(request: ChatRequest, card: ModelCard) -> ToolUse | None:

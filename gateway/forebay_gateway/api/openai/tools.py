@@ -67,7 +67,7 @@ def tool_use(
     An empty list is none at all, and `none` without tools harms nobody.
     Raises InvalidRequestError that names the field.
     """
-    tools = _distinct(definitions or (), _tool, "tools")
+    tools = _distinct(definitions or (), read_tool, "tools")
     if isinstance(choice, NamedToolChoice) and choice.type == "allowed_tools":
         tools, choice = _allowed(choice, tools)
     if choice in ("none", None, "auto"):
@@ -154,7 +154,8 @@ def _distinct(given: Sequence[T], read: Callable[[T, str], Tool], at: str) -> tu
     return tools
 
 
-def _tool(definition: ToolDefinition, at: str) -> Tool:
+def read_tool(definition: ToolDefinition, at: str) -> Tool:
+    """Raises InvalidRequestError that names the field, as one of what is at `at`."""
     if definition.type != "function":
         raise UnsupportedError(f"{at}.type must be function.", param=f"{at}.type")
     if definition.function is None:

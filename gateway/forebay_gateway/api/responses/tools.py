@@ -46,8 +46,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 class Toolbox:
-    """What a request gives its model to call. `places` are the paths of what became a function, in
-    the order of the functions; `left_out` says how many hosted tools were."""
+    """What a request gives its model to call. `left_out` says how many hosted tools it named."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         """Raises InvalidRequestError that names the tool."""
@@ -61,7 +60,6 @@ class Toolbox:
             )
         self._tools = [tool for _, tool in own]
         self._entries = [entry for i, tool in own for entry in _entries(tool, f"tools[{i}]")]
-        self.places = [entry.place for entry in self._entries]
 
     @property
     def callees(self) -> dict[str, Callee]:
@@ -75,18 +73,32 @@ class Toolbox:
 
         Raises InvalidRequestError that names the field.
         """
+        definitions = [
+            ToolDefinition("function", entry.definition) for entry in self._shown(choice)
+        ]
+        return definitions, self._choice(choice)
+
+    def places(self, choice: str | ToolChoice | None) -> list[str]:
+        """The paths of what became the functions that the model gets, in their order."""
+        return [entry.place for entry in self._shown(choice)]
+
+    def _shown(self, choice: str | ToolChoice | None) -> list[_Entry]:
+        if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
+            return self._allowed(choice)
+        return self._entries
+
+    def _choice(self, choice: str | ToolChoice | None) -> str | NamedToolChoice | None:
         if choice is None or isinstance(choice, str):
-            return _definitions(self._entries), choice
+            return choice
         if choice.type in _CALLABLE:
             if choice.name is None:
                 raise InvalidRequestError("tool_choice.name is required.", param="tool_choice.name")
             chosen = self._find(ChosenTool(choice.type, choice.name, choice.namespace))
             if chosen is None:
                 raise _no_tool("tool_choice.name")
-            named = NamedToolChoice("function", NamedFunction(chosen.definition.name))
-            return _definitions(self._entries), named
+            return NamedToolChoice("function", NamedFunction(chosen.definition.name))
         if choice.type == "allowed_tools":
-            return _definitions(self._allowed(choice)), choice.mode or "auto"
+            return choice.mode or "auto"
         raise UnsupportedError(
             f"tool_choice.type must be {_CHOICES}: there are no hosted tools here.",
             param="tool_choice.type",
@@ -183,10 +195,6 @@ def _told(tool: Tool, at: str) -> str | None:
         raise _required(f"{at}.format.definition")
     told = f"The input must match this {form.syntax} grammar:\n{form.definition}"
     return f"{tool.description}\n\n{told}" if tool.description else told
-
-
-def _definitions(entries: Sequence[_Entry]) -> list[ToolDefinition]:
-    return [ToolDefinition("function", entry.definition) for entry in entries]
 
 
 def _echoed(tool: Tool) -> dict[str, object]:

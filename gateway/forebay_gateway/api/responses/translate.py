@@ -81,7 +81,8 @@ def renamed(error: ForebayError, request: ResponsesRequest) -> ForebayError:
         return error
     param = error.param
     if function := _FUNCTION.match(param):
-        param = Toolbox(request.tools or ()).places[int(function[1])] + param[function.end() :]
+        places = Toolbox(request.tools or ()).places(request.tool_choice)
+        param = places[int(function[1])] + param[function.end() :]
     for pattern, name in _NAMES:
         param = pattern.sub(name, param)
     if param == error.param:
