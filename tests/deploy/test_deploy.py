@@ -15,6 +15,7 @@ import openai
 import pytest
 import yaml
 from compose_spec import PyCompose
+from forebay_gateway.teams.networks import Proxies
 from forebay_shared.telemetry import UpstreamMetrics
 from patience import PATIENCE_S
 from redis import Redis
@@ -59,6 +60,16 @@ def test_redis_is_on_no_published_network_and_only_the_front_is_public() -> None
         assert document["services"][name]["ports"][0].startswith("127.0.0.1:")
 
 
+def test_a_gateway_sees_the_client_behind_the_front() -> None:
+    assert re.search(r"^  option forwardfor$", (DEPLOY / "haproxy.cfg").read_text(), re.M)
+    trusted = read_compose({})["services"]["gateway"]["environment"]["FOREBAY_TRUSTED_PROXY"]
+    proxies = Proxies(trusted.split(","))
+    said = {b"x-forwarded-for": b"203.0.113.9"}
+    for front in ("172.18.0.5", "192.168.64.7", "10.5.0.2"):
+        assert proxies.client((front, 40_000), said) == "203.0.113.9"
+    assert proxies.client(("198.51.100.1", 40_000), said) == "198.51.100.1"
+
+
 def test_what_compose_mounts_exists_and_secrets_are_those_that_the_script_makes() -> None:
     document = read_compose({})
     for service in document["services"].values():
@@ -101,6 +112,15 @@ def test_manifests_fit_the_schemas_of_kubernetes() -> None:
     assert {"Deployment", "StatefulSet", "HorizontalPodAutoscaler", "PodDisruptionBudget"} < set(
         kinds
     )
+
+
+def test_workers_are_scaled_by_what_the_whole_fleet_has_to_do() -> None:
+    """KEDA divides what a query says by the threshold: a figure per worker would end busy ones."""
+    scaled = yaml.safe_load((DEPLOY / "k8s/scaling.yaml").read_text())
+    for trigger in scaled["spec"]["triggers"]:
+        assert trigger.get("metricType", "AverageValue") == "AverageValue"
+        assert trigger["metadata"]["query"].startswith("sum(")
+        assert "/" not in trigger["metadata"]["query"]
 
 
 def test_kubernetes_runs_the_images_of_compose() -> None:
@@ -154,7 +174,7 @@ def _check_dashboards(house: Topology, gateway: str) -> None:
     labels = set(re.findall(r"[{,](\w+)=", scrape)) | {"reason"}
     board: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/forebay.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    asked.append((DEPLOY / "k8s/scaling.yaml").read_text().split("query:")[1].split("\n")[0])
+    asked += re.findall(r"query: (.*)", (DEPLOY / "k8s/scaling.yaml").read_text())
     for expression in asked:
         for name in re.findall(r"\b(?:vllm:|forebay_)\w+", expression):
             assert {name, re.sub(r"_(bucket|total|count|sum)$", "", name)} & families, name
