@@ -7,12 +7,14 @@ import struct
 import time
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from bus_house import LONG_LEASE_S, WorkerProcess, answer, job, run_job, workers
 from forebay_gateway import roster
 from forebay_gateway.backend import Backend
 from forebay_gateway.jobs import Job
+from forebay_gateway.teams import limiter
 from forebay_gateway.teams.bookkeeper import Bookkeeper
 from forebay_gateway.teams.books import Query, days_between, fold, money, report
 from forebay_gateway.teams.caller import Caller
@@ -223,11 +225,31 @@ async def test_a_dead_gateways_requests_are_settled_by_their_worker(
             await wait_until(lambda: len(records(redis_server)) == 2)
 
 
+async def test_a_clock_that_is_put_back_ends_no_lease(
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, sent = key_of(limits=Limits(concurrent_requests=1))
+    redis = redis_server.client
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        toll = (await caller_of(backend, sent, [*BASICS, key])).toll("echo", "echo")
+        assert toll is not None
+        permit = await toll.admit("r1", 5, 5)
+        late = SimpleNamespace(time=lambda: time.time() - 3_600, monotonic=time.monotonic)
+        monkeypatch.setattr(limiter, "time", late)
+        monkeypatch.setattr(limiter, "RENEW_AFTER_S", 0.0)
+        ends = redis.zscore(keys.open_requests(), "r1")
+        await wait_until(lambda: redis.zscore(keys.open_requests(), "r1") > ends)
+        permit.settle(Usage(5, 0, 5), "completed", 1)
+        await wait_until(lambda: len(records(redis_server)) == 1)
+        assert backend.teams.limiter.settlements["settled"] == 1
+
+
 async def test_what_nobody_settled_is_given_up_and_its_budget_comes_back(
     redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forebay_gateway.teams.bookkeeper.GRACE_MS", -keys.HOLD_MS - 1000)
     monkeypatch.setattr("forebay_gateway.teams.bookkeeper.SWEEP_S", 0.0)
+    monkeypatch.setattr("forebay_gateway.teams.bookkeeper.LOOK_AGAIN_S", 0.0)
     key, sent = key_of(budgets=(Budget(amount=1_000, unit="tokens", window="total"),))
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
         caller = await caller_of(backend, sent, [*BASICS, key])
@@ -241,6 +263,32 @@ async def test_what_nobody_settled_is_given_up_and_its_budget_comes_back(
         assert (record.outcome, record.input_tokens, record.output_tokens) == ("lost", 100, 0)
         assert record.estimated
         await toll.admit("next", 100, 100)
+
+
+async def test_when_the_clock_of_redis_jumps_nobody_who_lives_is_given_up(
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay_gateway.teams.bookkeeper.SWEEP_S", 0.0)
+    monkeypatch.setattr(limiter, "RENEW_AFTER_S", 0.0)
+    key, sent = key_of(limits=Limits(concurrent_requests=1))
+    redis = redis_server.client
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        toll = (await caller_of(backend, sent, [*BASICS, key])).toll("echo", "echo")
+        assert toll is not None
+        permit = await toll.admit("r1", 5, 5)
+        keeper = backend.teams.bookkeeper
+
+        def seen_late() -> bool:
+            redis.zadd(keys.open_requests(), {"r1": 1})  # as if an hour had gone by
+            return b"r1" in keeper._late
+
+        await wait_until(seen_late)
+        await wait_until(lambda: redis.zscore(keys.open_requests(), "r1") > 1)
+        await wait_until(lambda: not keeper._late)
+        permit.settle(Usage(5, 0, 5), "completed", 1)
+        await wait_until(lambda: len(records(redis_server)) == 1)
+        assert records(redis_server)[0].outcome == "completed"
+        assert keeper.lost == 0
 
 
 async def test_what_a_scope_used_is_forgotten_a_day_after_it_can_matter(

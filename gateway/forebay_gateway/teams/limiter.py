@@ -57,13 +57,11 @@ class Permit:
 
     __slots__ = ("_limiter", "hold", "known", "renewed_at", "standing")
 
-    def __init__(
-        self, limiter: "Limiter", hold: Hold, standing: Standing | None, now: float
-    ) -> None:
+    def __init__(self, limiter: "Limiter", hold: Hold, standing: Standing | None) -> None:
         self._limiter = limiter
         self.hold = hold
         self.standing = standing
-        self.renewed_at = now
+        self.renewed_at = time.monotonic()  # a clock that is put back renews nothing for an hour
         self.known = standing is not None
         """Redis knows of it; else it was away when it began."""
 
@@ -123,7 +121,7 @@ class Limiter:
             cost=rates.cost(input_tokens, 0, output_tokens),
         )
         if not self._publisher.connected:
-            return self._without_redis(access, hold, now)
+            return self._without_redis(access, hold)
         try:
             answer = await self._ask(hold)
         except BaseException:  # it may have been admitted all the same
@@ -140,16 +138,16 @@ class Limiter:
             scope, limit, wait_ms = cast("list[int]", answer[7:10])
             self.admissions["refused", plan.scopes[scope - 1].partition(" ")[0]] += 1
             raise _refused(plan.scopes[scope - 1], limit_name(limit), wait_ms / 1000, standing)
-        return self._begin("admitted", Permit(self, hold, standing, now))
+        return self._begin("admitted", Permit(self, hold, standing))
 
-    def _without_redis(self, access: Access, hold: Hold, now: float) -> Permit:
+    def _without_redis(self, access: Access, hold: Hold) -> Permit:
         """Admits by what is known here, where the team's policy says so; else refuses at once."""
         slots = Counter(slot for permit in self._open.values() for slot in permit.hold.slots)
         scopes, tokens = self._scopes(access, hold.record.model), hold.input_tokens
         if not self._allowance.admits(access, scopes, tokens + hold.output_tokens, slots):
             self.admissions["unavailable", ""] += 1
             raise _away()
-        return self._begin("unchecked", Permit(self, hold, None, now))
+        return self._begin("unchecked", Permit(self, hold, None))
 
     def _begin(self, outcome: str, permit: Permit) -> Permit:
         self.admissions[outcome, ""] += 1
@@ -167,7 +165,7 @@ class Limiter:
         """
         if not self._publisher.connected:
             return
-        now = time.time()
+        now = time.monotonic()
         self._allowance.end()
         for request_id, permit in self._open.items():
             if not permit.known:
@@ -215,9 +213,9 @@ class Limiter:
         self._send(entry)
 
     def _send(self, entry: "_Settlement") -> None:
-        entry.sent_at = time.time()
+        entry.sent_at = time.monotonic()
         # Nobody remembers whether it was settled so long ago; what it holds would still be there.
-        forgotten = entry.sent_at - entry.record.at > keys.SETTLED_KEEP_S - keys.SETTLED_S
+        forgotten = entry.sent_at - entry.since > keys.SETTLED_KEEP_S - keys.SETTLED_S
         only_held = entry.only_held or (entry.known and forgotten)
 
         def answered(future: asyncio.Future[Value]) -> None:
@@ -247,16 +245,17 @@ class Limiter:
 
 
 class _Settlement:
-    """A settlement that Redis has not confirmed. `known`: Redis has had its hold."""
+    """A settlement that Redis has not confirmed. `known`: Redis has had its hold. `since`: when the
+    request was over, in monotonic seconds."""
 
-    __slots__ = ("hold", "known", "only_held", "record", "sent_at")
+    __slots__ = ("hold", "known", "only_held", "record", "sent_at", "since")
 
     def __init__(self, hold: Hold, record: UsageRecord, known: bool, only_held: bool) -> None:
         self.hold = hold
         self.record = record
         self.known = known
         self.only_held = only_held
-        self.sent_at = 0.0
+        self.since = self.sent_at = time.monotonic()
 
 
 def rates_of(model: Model | None) -> Rates:
