@@ -130,6 +130,8 @@ FAR = time.time() + 86_400
     [
         ({"exp": time.time() - 60}, "has expired"),
         ({"exp": "soon"}, "not valid"),
+        ({"exp": 10**400}, "not valid"),
+        ({"exp": float("inf")}, "not a valid JWT"),
         ({"nbf": FAR}, "not valid yet"),
         ({"iat": FAR}, "not valid yet"),
         ({"aud": "another"}, "audience"),

@@ -617,6 +617,14 @@ def test_a_cursor_beyond_everything_is_an_empty_page_or_refused_by_its_name(hous
             assert (beyond.status_code, beyond.json()["error"]["param"]) == (400, "after")
 
 
+def test_a_query_of_too_many_fields_is_refused(house: House) -> None:
+    with house.http(str(house.admin._key)) as http:
+        for path in ("teams", "usage", "audit"):
+            query = "&".join(f"f{number}=1" for number in range(70))
+            refused = http.get(f"/admin/v1/{path}?{query}")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "query")
+
+
 def test_a_token_chats_pays_and_rules_as_its_role(house: House) -> None:
     assert ask(house.client("token/member"))
     with pytest.raises(openai.AuthenticationError):

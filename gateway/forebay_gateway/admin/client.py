@@ -35,7 +35,7 @@ class AdminClient:
         url = f"{self._url}/admin/v1/{path}" + (
             "?" + urllib.parse.urlencode(given) if given else ""
         )
-        data = None if method in ("GET", "DELETE") else msgspec.json.encode(body or {})
+        data = None if method in ("GET", "DELETE") else _encoded(body or {})
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         request = urllib.request.Request(url, data, headers, method=method)  # noqa: S310 - checked
         try:
@@ -69,6 +69,13 @@ def find_key(given: str, data_dir: str, environment: Mapping[str, str] = os.envi
         raise StartError(
             f"no admin key: set FOREBAY_ADMIN_KEY (there is none in {file} either)"
         ) from None
+
+
+def _encoded(body: object) -> bytes:
+    try:
+        return msgspec.json.encode(body)
+    except ValueError as error:  # half a surrogate pair, say
+        raise StartError(f"what is to be sent cannot be written as JSON: {error}") from None
 
 
 def _said(error: urllib.error.HTTPError) -> str:

@@ -4,7 +4,7 @@ import csv
 import datetime
 import io
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,8 @@ from forebay_shared.settings import StartError
 
 Tree = dict[str, Any]
 MAX_BYTES = 8_000_000
+MAX_VALUES = 2_000_000
+"""With what anchors stand for, again and again: a few lines of them may mean millions."""
 
 
 class _TwiceError(yaml.YAMLError):
@@ -53,8 +55,14 @@ def load(name: str) -> Tree:
         where = f" in line {mark.line + 1}" if mark else ""
         what = str(error) if isinstance(error, _TwiceError) else "not YAML"
         raise StartError(f"{name}: {what}{where}") from None
+    except RecursionError:
+        raise StartError(f"{name}: is nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # a day that no month has
+        raise StartError(f"{name}: a value cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise StartError(f"{name}: must be a mapping of sections")
+    if _is_larger(tree, MAX_VALUES):
+        raise StartError(f"{name}: holds more than {MAX_VALUES} values; do its anchors repeat it?")
     return cast(Tree, _without_dates(cast(Tree, tree)))
 
 
@@ -97,6 +105,23 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) or (
         isinstance(value, str) and value.replace(".", "", 1).isdigit()
     )
+
+
+def _is_larger(tree: object, most: int) -> bool:
+    """Whether it holds more values than that; one that holds itself does."""
+    left, found = [tree], 1
+    while left:
+        value = left.pop()
+        inside: Collection[object] = ()
+        if isinstance(value, dict):
+            inside = cast("dict[object, object]", value).values()
+        elif isinstance(value, list):
+            inside = cast("list[object]", value)
+        found += len(inside)
+        if found > most:
+            return True
+        left += inside
+    return False
 
 
 def _without_dates(tree: object) -> object:

@@ -10,6 +10,7 @@ A key is known by its name within its team: its id and secrets are never in the 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Literal, cast
 
 import msgspec
@@ -54,9 +55,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def label(self) -> str:
         """Its place, or for a key its team and name."""
-        if isinstance(self.after, Key):
-            return f"key/{self.after.team or self.after.organisation}/{self.after.name}"
-        return self.place
+        return self.place if self.after is None else _label(self.after)
 
 
 def read(document: object, directory: Directory) -> list[Entry]:
@@ -74,7 +73,7 @@ def read(document: object, directory: Directory) -> list[Entry]:
             entry = _known_key(entry, names, where)
         place = place_of(entry)
         if place in seen:
-            raise InvalidRequestError(f"{where} is there twice: {place}.", param=where)
+            raise InvalidRequestError(f"{where} is there twice: {_label(entry)}.", param=where)
         seen.add(place)
         entries.append(entry)
         if len(entries) > MAX_ENTRIES:
@@ -184,9 +183,16 @@ def _entry(kind: Kind, own: Tree, parents: Mapping[str, str], at: str) -> Entry:
 def _known_key(key: Key, names: Mapping[tuple[str, str, str], Key], where: str) -> Key:
     known = names.get((key.team, key.organisation, key.name))
     if known is None:
-        unique = f"{key.team or key.organisation}-{key.name}".encode().hex()[:56]
-        return replace(key, id=f"{NEW}{unique}")
+        whole = "\0".join((key.team, key.organisation, key.name)).encode()
+        return replace(key, id=NEW + blake2b(whole, digest_size=20).hexdigest())
     return replace(key, id=known.id, secrets=known.secrets, created=known.created)
+
+
+def _label(entry: Entry) -> str:
+    """Its place, or for a key its team and name."""
+    if isinstance(entry, Key):
+        return f"key/{entry.team or entry.organisation}/{entry.name}"
+    return place_of(entry)
 
 
 def _keys(directory: Directory) -> list[Key]:

@@ -84,22 +84,21 @@ def verify(token: str, key: jwt.PyJWK, issuer: Issuer) -> Claims:
     The algorithm is the key's own, whatever the token says. Raises AuthenticationError.
     """
     try:
-        return cast(
-            Claims,
-            jwt.decode(
-                token,
-                key,
-                algorithms=[key.algorithm_name],
-                audience=list(issuer.audiences),
-                issuer=issuer.issuer,
-                leeway=issuer.leeway_s,
-                options={"require": ["exp", "iss", "aud"]},
-            ),
+        claims = jwt.decode(
+            token,
+            key,
+            algorithms=[key.algorithm_name],
+            audience=list(issuer.audiences),
+            issuer=issuer.issuer,
+            leeway=issuer.leeway_s,
+            options={"require": ["exp", "iss", "aud"]},
         )
+        float(claims["exp"])  # a whole number of any size is one to the library
+        return cast(Claims, claims)
     except jwt.PyJWTError as error:
         said = (words for kind, words in _SAID if isinstance(error, kind))
         raise AuthenticationError(next(said, "The token is not valid.")) from None
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         raise AuthenticationError("The token is not valid.") from None
 
 

@@ -6,7 +6,6 @@ Who may do what is said in `teams.guards`; every call there asks them. It knows 
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, NamedTuple
-from urllib.parse import parse_qsl
 
 import msgspec
 from forebay_shared.errors import BusError, InvalidRequestError, NotFoundError
@@ -19,6 +18,7 @@ from forebay_gateway.api.admin.openapi import PLURALS, describe
 from forebay_gateway.api.body import read_json_body
 from forebay_gateway.api.edge import caller, raw_headers
 from forebay_gateway.api.errors import Headers
+from forebay_gateway.api.query import query
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.teams.admin import Admin
 from forebay_gateway.teams.conditions import Conditions, conditions
@@ -166,12 +166,11 @@ def _handler(row: Route, max_body_bytes: int) -> HTTPRouteHandler:
         body: object = None
         if row.method in ("POST", "PUT"):
             body = _decoded(await read_json_body(headers, receive, max_body_bytes))
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=32))
         name = str(scope["path_params"].get("id", "")).removeprefix("/")
         if "{id}" in row.path and not name:
             raise NotFoundError("There is nothing at this path.")
         try:
-            answer = await row.answer(Call(actor, name, query, _conditions(scope), body))
+            answer = await row.answer(Call(actor, name, query(scope), _conditions(scope), body))
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"The body is not valid: {error}.") from None
         except LINK_ERRORS:
