@@ -6,10 +6,11 @@ import tracemalloc
 
 import pytest
 from forebay_gateway.admin.bootstrap import first_key
-from forebay_gateway.backend import Backend
-from forebay_gateway.teams import keymaker, sync
+from forebay_gateway.backend import Backend, connect
+from forebay_gateway.teams import keymaker, store, sync
 from forebay_gateway.teams.access import Access, Gatekeeper, Standing
 from forebay_gateway.teams.checks import parse
+from forebay_gateway.teams.conditions import NONE
 from forebay_gateway.teams.directory import Directory, encode
 from forebay_gateway.teams.guards import Actor
 from forebay_gateway.teams.records import Budget, Key, Limits, Organisation, Team, User, place_of
@@ -24,7 +25,7 @@ from forebay_shared.errors import (
     InvalidRequestError,
     PermissionDeniedError,
 )
-from forebay_shared.settings import Secret, StartError
+from forebay_shared.settings import GatewaySettings, Secret, StartError
 from forebay_shared.wire import Changed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +70,31 @@ def test_an_expired_key_a_disabled_parent_and_a_foreign_network_do_not_open() ->
     for parent in (*BASICS[:2], BASICS[3], key):
         with pytest.raises(PermissionDeniedError, match="disabled"):
             enter(filled(key, replace(parent, disabled=True)), sent)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lacks"),
+    [
+        ({"team": "gone"}, "team"),
+        ({"user": "gone"}, "user"),
+        ({"team": "lost"}, "organisation"),
+        ({"team": "", "organisation": "gone", "role": "owner"}, "organisation"),
+    ],
+)
+def test_a_key_below_nothing_opens_nothing(fields: dict, lacks: str) -> None:
+    key, sent = key_of(**{"team": "red", **fields})
+    directory = filled(key, Team(id="lost", organisation="gone"))
+    with pytest.raises(PermissionDeniedError, match=f"The {lacks} of this API key does not exist"):
+        enter(directory, sent)
+
+
+def test_a_team_that_cannot_be_read_lets_none_of_its_keys_in() -> None:
+    key, sent = key_of()
+    directory = filled(key)
+    newer = '{"id":"red","organisation":"acme","priority":"of a newer version"}'
+    assert directory.follow(Changed(directory.revision + 1, "team/red", newer))
+    with pytest.raises(PermissionDeniedError, match="team of this API key"):
+        enter(directory, sent)
 
 
 def test_a_rotated_key_has_two_secrets_until_the_grace_ends() -> None:
@@ -321,6 +347,96 @@ async def test_a_key_counts_for_a_user_of_its_own_team_alone(
         with pytest.raises(ConflictError, match="to be of its team, red"):
             await write(one, [moved])
         await write(one, [moved, replace(own, team="blue")])  # together they may go
+
+
+async def test_two_gateways_that_change_at_once_break_nothing_between_them(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    fleet = Actor("boss", "owner")
+    async with gateways(redis_server.url, 2, wait_until) as [one, two]:
+        await write(one, BASICS)
+        for number in range(20):
+            team = Team(id=f"t{number}", organisation="acme")
+            revision = await write(one, [team])
+            assert await two.teams.sync.reached(revision, PATIENCE_S)
+            outcomes = await asyncio.gather(
+                one.teams.admin.delete(fleet, "team", team.id, NONE),
+                two.teams.admin.make_key(fleet, {"team": team.id, "name": "late"}),
+                return_exceptions=True,
+            )
+            failed = [each for each in outcomes if isinstance(each, ConflictError)]
+            assert len(failed) == 1, outcomes
+        directory = one.teams.directory
+        await wait_until(lambda: directory.revision == two.teams.directory.revision)
+        assert (
+            directory.missing_parent({place_of(each): each for each in directory.everything()})
+            is None
+        )
+
+
+async def test_many_changes_at_once_are_all_made(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    fleet = Actor("boss", "owner")
+    async with gateways(redis_server.url, 3, wait_until) as backends:
+        revision = await write(backends[0], BASICS)
+        for backend in backends:
+            assert await backend.teams.sync.reached(revision, PATIENCE_S)
+        made = await asyncio.gather(
+            *(
+                backends[number % 3].teams.admin.make_key(
+                    fleet, {"team": "red", "name": f"k{number // 2}"}
+                )
+                for number in range(60)
+            ),
+            return_exceptions=True,
+        )
+        keys_made = [each for each in made if isinstance(each, dict)]
+        assert sorted(key["name"] for key in keys_made) == sorted({f"k{n}" for n in range(30)})
+        assert sum(isinstance(each, ConflictError) for each in made) == 30
+
+
+async def test_a_new_keys_token_is_told_though_its_gateway_does_not_see_it_yet(
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Actor("boss", "owner")
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        teams = backend.teams
+        await write(backend, BASICS)
+        monkeypatch.setattr(store, "MIRRORED_S", 0.0)
+        monkeypatch.setattr(DirectorySync, "receive", lambda *_: None)
+        made = [await teams.admin.make_key(fleet, {"team": "red"})]
+        await wait_until(lambda: len(teams.directory.all("key")) == 1)
+        made.append(await teams.admin.rotate_key(fleet, made[0]["id"], 60.0))
+        await wait_until(lambda: len(teams.directory.key(made[0]["id"]).secrets) == 2)
+        tree = {"organisations": [{"id": "acme", "keys": [{"name": "new", "role": "owner"}]}]}
+        applied = await teams.admin.apply(fleet, tree, dry_run=False, prune=False)
+        await wait_until(lambda: len(teams.directory.all("key")) == 2)
+        for token in (*(each["token"] for each in made), applied["tokens"]["key/acme/new"]):
+            assert teams.identify(split(token.encode()), "")
+
+
+async def test_a_gateway_that_has_asked_for_keys_goes_on_when_redis_has_lost_them(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        assert not backend.teams.closed
+        await write(backend, BASICS)
+        redis_server.client.flushall()
+        await wait_until(lambda: len(backend.teams.directory) == 0)
+        assert backend.teams.closed
+
+
+async def test_a_gateway_that_does_not_know_of_keys_yet_is_not_open(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    redis_server.kill()
+    async with connect(GatewaySettings(redis_url=Secret(redis_server.url))) as backend:
+        with pytest.raises(BusError, match="Keys cannot be checked"):
+            assert backend.teams.closed
+        redis_server.start()
+        await wait_until(lambda: backend.teams.sync.fresh_at is not None)
+        assert not backend.teams.closed
 
 
 async def test_unknown_keys_are_neither_remembered_nor_asked_for(

@@ -71,11 +71,13 @@ class Access:
     """The rights of one key. `scopes` are the key, its user, its team and its organisation.
 
     `standing` is how it was with the limits when it last asked, `unused` how it is before it asks.
+    `lacks` is what should stand above it and is not there, or cannot be read: it opens nothing
+    then, as nobody knows its limits.
     """
 
     __slots__ = (
-        "cache_salt", "engine_team", "key", "models", "networks", "noun", "organisation", "role",
-         "routes", "scopes", "standing", "team", "unused", "user", "weight",
+        "cache_salt", "engine_team", "key", "lacks", "models", "networks", "noun", "organisation",
+        "role", "routes", "scopes", "standing", "team", "unused", "user", "weight",
     )  # fmt: skip
 
     def __init__(self, key: Key, directory: Directory, noun: str = "API key") -> None:
@@ -86,6 +88,9 @@ class Access:
         self.team: Team | None = directory.team(key.team) if key.team else None
         above = self.team.organisation if self.team is not None else key.organisation
         self.organisation: Organisation | None = directory.organisation(above)
+        named = {"user": key.user, "team": key.team, "organisation": above}
+        lacking = [kind for kind, name in named.items() if name and getattr(self, kind) is None]
+        self.lacks = next(iter(lacking), "")
         self.role: Role = _least(key.role, self.user.role if self.user else key.role)
         lists = [frozenset(names) for names in (key.models, self.team_models) if names]
         self.models = frozenset.intersection(*lists) if lists else None
@@ -126,6 +131,8 @@ class Access:
         """Why the key may not call at all; None when it may."""
         if self.key.expires and now >= self.key.expires:
             return AuthenticationError(f"The {self.noun} has expired.")
+        if self.lacks:
+            return PermissionDeniedError(f"The {self.lacks} of this {self.noun} does not exist.")
         for scope in self.scopes:
             if scope.record.disabled:
                 return PermissionDeniedError(f"The {scope.kind} of this {self.noun} is disabled.")

@@ -4,6 +4,7 @@ leaves a line in the audit log.
 It knows no HTTP. A secret leaves it once, in the answer to the call that made it.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -23,7 +24,7 @@ from forebay_gateway.teams.conditions import NONE, Conditions
 from forebay_gateway.teams.directory import Directory
 from forebay_gateway.teams.guards import Actor, Guard
 from forebay_gateway.teams.records import Alias, Entry, Key, Kind, place_of
-from forebay_gateway.teams.store import Change, DirectoryStore, StaleError
+from forebay_gateway.teams.store import Change, DirectoryStore, StaleError, UnseenError
 from forebay_gateway.teams.sync import DirectorySync
 
 MAX_PAGE = 1_000
@@ -125,7 +126,8 @@ class Admin:
         asked = cast(Key, parse("key", {**tree, "id": "0"}, "key"))
         Guard(actor, self._directory).must_change(asked)
         key, token = keymaker.make(asked, await self._sync.make_pepper(), time.time())
-        await self._commit(actor, "make", [(None, key)], 0)
+        with contextlib.suppress(UnseenError):  # its token is told now or never
+            await self._commit(actor, "make", [(None, key)], 0)
         return {**view(key), "token": token}
 
     async def rotate_key(
@@ -142,7 +144,10 @@ class Admin:
         expected = given.expected(at)
         pepper = await self._sync.make_pepper()
         key, token = keymaker.rotate(before, pepper, time.time(), grace_s)
-        await self._commit(actor, "rotate", [(before, key)], at if expected is None else expected)
+        with contextlib.suppress(UnseenError):
+            await self._commit(
+                actor, "rotate", [(before, key)], at if expected is None else expected
+            )
         return {**view(key), "token": token}
 
     async def apply(self, actor: Actor, body: object, *, dry_run: bool, prune: bool) -> Tree:
@@ -166,7 +171,8 @@ class Admin:
             if isinstance(after, Key) and step.action == "create":
                 after, tokens[step.label] = keymaker.make(after, pepper, time.time())
             pairs.append((before, after))
-        await self._commit(actor, "apply", pairs)
+        with contextlib.suppress(UnseenError):
+            await self._commit(actor, "apply", pairs)
         return {"dry_run": False, "changes": shown, "tokens": tokens}
 
     def export(self, actor: Actor) -> Tree:
@@ -202,13 +208,31 @@ class Admin:
             )
             for before, after in pairs
         ]
-        self._check_models({change.place: change.entry for change in changes})
+        wanted = {change.place: change.entry for change in changes}
+
+        def check() -> None:
+            self._check_rights(actor, pairs)
+            self._check_models(wanted)
+
+        what = _audited(action, pairs)
         try:
-            await self._store.commit(changes, who=actor.name, what=_audited(action, pairs))
+            await self._store.commit(changes, who=actor.name, what=what, check=check)
         except StaleError as error:
             if expected is not None:  # the caller said what it had read
                 raise PreconditionError(error.message) from None
             raise
+
+    def _check_rights(
+        self, actor: Actor, pairs: Sequence[tuple[Entry | None, Entry | None]]
+    ) -> None:
+        """Raises PermissionDeniedError for records, before and after, that are not the actor's."""
+        guard = Guard(actor, self._directory)
+        for before, after in pairs:
+            for entry in (before, after):
+                if entry is not None:
+                    guard.must_change(entry)
+            if after is not None:
+                guard.must_not_take_more(before, after)
 
     def _check_models(self, changes: Mapping[str, Entry | None]) -> None:
         """Raises ConflictError for an alias of a model that is not there. An alias is no model, so

@@ -122,8 +122,6 @@ class Bearers:
             )
             access = self._resolved[where] = Access(key, self._directory, "token")
             access.follow(self._before.get(where))
-        if grant.team and access.team is None:
-            raise PermissionDeniedError("The team of this token does not exist.")
         return access
 
     def _refresh(self) -> None:

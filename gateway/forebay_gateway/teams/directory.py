@@ -45,6 +45,8 @@ class Directory:
         self._revisions: dict[str, int] = {}
         self.unreadable = 0
         """Records that this version cannot read: they are treated as absent."""
+        self.held = False
+        """Whether anything was ever here: who asks for keys goes on to when all is gone."""
 
     def __len__(self) -> int:
         return len(self._revisions)
@@ -135,6 +137,7 @@ class Directory:
             revisions[place] = own
         self._entries, self._revisions = entries, revisions
         self.unreadable = unreadable
+        self.held = self.held or bool(revisions) or unreadable > 0
         self.revision = revision
         self.generation += 1
 
@@ -146,6 +149,7 @@ class Directory:
             return False
         self.revision = change.revision
         self.generation += 1
+        self.held = True
         kind_name, _, name = change.place.partition("/")
         if kind_name not in TYPES:
             self.unreadable += 1  # of a newer version

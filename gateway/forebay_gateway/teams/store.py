@@ -1,10 +1,13 @@
 """Writes the directory: records in one atomic step, each against the revision it was read at.
 
 What is written is checked here once more as a whole: no record without its parent, no key of
-another team's user, no two keys of one name, no two issuers of the same tokens. It knows no HTTP.
+another team's user, no two keys of one name, no two issuers of the same tokens. It is written only
+while the directory is the one that was checked, so two who change it at once cannot break this
+between them: whoever comes second looks again. It knows no HTTP.
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -22,7 +25,20 @@ from forebay_gateway.teams.sync import DirectorySync
 ANY = -1
 """Whatever revision a record has."""
 MIRRORED_S = 2.0
+CONTENDED_S = 5.0
+"""So long a change is tried again while others change the directory."""
+AGAIN_S = 0.01
 MAX_ISSUERS = 32
+
+_DONE, _STALE, _MOVED = 1, 2, 3
+"""What `commit.lua` answers."""
+
+
+Check = Callable[[], None]
+
+
+def _nothing() -> None:
+    """No more than the store's own checks."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -37,6 +53,10 @@ class StaleError(ConflictError):
     """A record is not at the revision that was expected."""
 
 
+class UnseenError(BusError):
+    """A change was made, and this gateway's mirror does not have it yet."""
+
+
 class DirectoryStore:
     """The one that changes the directory."""
 
@@ -46,32 +66,58 @@ class DirectoryStore:
         self._sync = sync
         self._script = Script("commit")
 
-    async def commit(self, changes: Sequence[Change], *, who: str, what: str) -> int:
+    async def commit(
+        self, changes: Sequence[Change], *, who: str, what: str, check: Check = _nothing
+    ) -> int:
         """Makes all changes or none; the directory's revision after. The mirror has them then.
 
-        `who` and `what` go into the audit log.
+        `who` and `what` go into the audit log. `check` raises what speaks against the changes in
+        the directory as it is; it is called again when that has changed.
 
         Raises:
             ConflictError: a record is not at the expected revision, lacks its parent, or its name
-                is taken.
+                is taken; or others change the directory all the time.
+            UnseenError: the changes were made, and the mirror does not have them yet.
             BusError: Redis did not answer, and the changes may have been made or not.
         """
         if not changes:
             return self._directory.revision
-        revision = await self.write(changes, who=who, what=what)
+        revision = await self.write(changes, who=who, what=what, check=check)
         if not await self._sync.reached(revision, MIRRORED_S):
-            raise BusError("The change was made, but is not seen here yet.", retry_after_s=1.0)
+            raise UnseenError("The change was made, but is not seen here yet.", retry_after_s=1.0)
         return revision
 
-    async def write(self, changes: Sequence[Change], *, who: str, what: str) -> int:
+    async def write(
+        self, changes: Sequence[Change], *, who: str, what: str, check: Check = _nothing
+    ) -> int:
         """As `commit`, without waiting for the mirror."""
-        self.check({change.place: change.entry for change in changes})
+        wanted = {change.place: change.entry for change in changes}
+        deadline = asyncio.get_running_loop().time() + CONTENDED_S
+        while True:
+            check()
+            self.check(wanted)
+            state, number = await self._send(changes, who, what, self._directory.revision)
+            if state == _DONE:
+                return number
+            if state == _STALE:
+                place = changes[number - 1].place
+                raise StaleError(f"{place} is not as it was when you read it: read it again.")
+            if asyncio.get_running_loop().time() > deadline:
+                raise ConflictError("Others change the directory all the time. Please retry.")
+            await self._sync.reached(number, MIRRORED_S)
+            await asyncio.sleep(AGAIN_S)
+
+    async def _send(
+        self, changes: Sequence[Change], who: str, what: str, checked_at: int
+    ) -> tuple[int, int]:
+        """What `commit.lua` answers."""
         arguments: list[Argument] = [
             keys.CHANGES_MAXLEN,
             keys.AUDIT_MAXLEN,
             who,
             what,
             WIRE_VERSION,
+            checked_at,
         ]
         for change in changes:
             value = "" if change.entry is None else encode(change.entry)
@@ -81,11 +127,8 @@ class DirectoryStore:
             [keys.directory(), keys.directory_revision(), keys.changes(), keys.audit()],
             arguments,
         )
-        revision = cast(int, answer)
-        if revision < 0:
-            place = changes[-revision - 1].place
-            raise StaleError(f"{place} is not as it was when you read it: read it again.")
-        return revision
+        state, number = cast("list[int]", answer)
+        return state, number
 
     def check(self, changes: Mapping[str, Entry | None]) -> None:
         """Raises ConflictError for changes (by place; None: delete) that may not stand together."""

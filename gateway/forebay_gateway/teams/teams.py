@@ -62,8 +62,14 @@ class Teams:
 
     @property
     def closed(self) -> bool:
-        """Nobody may call without a key: keys exist, or it was asked for."""
-        return self._always or len(self.directory) > 0
+        """Nobody may call without a key: there are keys or were, or it was asked for.
+
+        Raises BusError while nobody can know.
+        """
+        if self._always or self.directory.held:
+            return True
+        self.sync.must_be_fresh("Keys")
+        return False
 
     def identify(self, token: Token, client: str) -> Caller:
         """The caller with this key. `client` is its address.
