@@ -61,7 +61,7 @@ def load(name: str) -> Tree:
         raise StartError(f"{name}: a value cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise StartError(f"{name}: must be a mapping of sections")
-    if _is_larger(tree, MAX_VALUES):
+    if _is_larger(cast(Tree, tree), MAX_VALUES):
         raise StartError(f"{name}: holds more than {MAX_VALUES} values; do its anchors repeat it?")
     return cast(Tree, _without_dates(cast(Tree, tree)))
 
