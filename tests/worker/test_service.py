@@ -32,7 +32,7 @@ from forebay_shared.wire import (
     Usage,
     pack_ids,
 )
-from forebay_worker import main, service
+from forebay_worker import main, outbox
 from forebay_worker.door import DEFAULT, Bounds
 from forebay_worker.engines.base import Emit, Recorder
 from forebay_worker.engines.echo.engine import EchoEngine
@@ -232,7 +232,7 @@ async def test_replies_wait_for_a_redis_that_comes_back(
 async def test_too_much_for_an_absent_redis_ends_the_requests_and_says_so(
     redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "LANE_LIMIT", 100)
+    monkeypatch.setattr(outbox, "LANE_LIMIT", 100)
     async with house(redis_server.url, wait_until) as one:
         await one.ask(_submit("a"), _submit("b"))
         await wait_until(lambda: len(one.replies) == 2)
@@ -259,7 +259,7 @@ async def test_a_gateway_without_a_lease_loses_its_requests_but_not_at_once(
         loop = asyncio.get_running_loop()
         gone = loop.time()
         await wait_until(lambda: one.engine.lost_gateways == ["g"])
-        assert loop.time() - gone > service.GONE_S
+        assert loop.time() - gone > outbox.GONE_S
         assert one.service.open_requests == 0
 
 

@@ -1,32 +1,24 @@
 """Between the bus and the engine: work in, one packed entry per gateway and step out.
 
 It drops duplicates, turns away what may not wait, answers Accepted itself (the engine may be in a
-long step), keeps what it cannot send while Redis is away up to a bound, aborts what nobody waits
-for any more, and gives back what it cannot finish. `trials` says when the engine gets what. It
-knows neither how an engine works nor what a request means.
+long step), aborts what nobody waits for any more, and gives back what it cannot finish. `trials`
+says when the engine gets what, `outbox` who still reads the answers. It knows neither how an engine
+works nor what a request means.
 """
 
 import asyncio
 import logging
-import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
-from forebay_shared.errors import (
-    BusError,
-    DrainingError,
-    EngineError,
-    ForebayError,
-    UnsupportedError,
-)
-from forebay_shared.lane import Lane
-from forebay_shared.link import Value
+from forebay_shared.errors import DrainingError, EngineError, ForebayError, UnsupportedError
 from forebay_shared.merge import merge
 from forebay_shared.models import CAP_RESUME
-from forebay_shared.packets import REPLY, WORK, Unread
+from forebay_shared.packets import WORK, Unread
 from forebay_shared.reader import Feed
 from forebay_shared.telemetry import WorkerMetrics
 from forebay_shared.wire import (
@@ -49,6 +41,7 @@ from forebay_shared.wire import (
 from forebay_worker.door import DEFAULT, Bounds, Door
 from forebay_worker.engines.base import Encoder, Engine, Teller
 from forebay_worker.metering import Metering
+from forebay_worker.outbox import Outbox
 from forebay_worker.trials import Trials
 
 if TYPE_CHECKING:
@@ -58,14 +51,20 @@ log = logging.getLogger(__name__)
 
 REMEMBERED = 65_536
 """Requests remembered so that a repeated Submit is known."""
-LANE_LIMIT = 65_536
-"""Replies kept for one gateway while Redis is away; beyond it, its requests are aborted."""
 ACCEPT_DELAY_S = 0.005
 """So long an Accepted waits for a first step to travel with: one packet instead of two."""
-GONE_S = keys.LEASE_MS / 1000
 _POLL_S = 0.05
 
 RequestKey = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended. `left`: sequences that have not; `traceparent`: where their
+    spans belong, if they are traced."""
+
+    left: int
+    traceparent: str
 
 
 class Service:
@@ -88,11 +87,10 @@ class Service:
         """Why nothing more is taken in."""
         self._loop = asyncio.get_running_loop()
         self._door = Door(bounds, self._loop.time, metrics.refused)
-        self._lanes: dict[str, Lane[Reply]] = {}
-        self._open: defaultdict[str, dict[RequestKey, int]] = defaultdict(dict)
-        """Per gateway, the sequences of each request that have not ended."""
+        self._outbox = Outbox(worker, publisher, self._overflowed, self._gateway_lost)
+        self._open: dict[str, dict[RequestKey, _Open]] = {}
+        """By gateway; only of those that have any."""
         self._seen: OrderedDict[RequestKey, None] = OrderedDict()
-        self._gone_since: dict[str, float] = {}
         self._emitted: deque[Sequence[tuple[str, Reply]]] = deque()
         self._collecting = False
         self._own: list[tuple[str, Reply]] = []
@@ -100,8 +98,6 @@ class Service:
         self._told: list[tuple[str, Callable[[], None]]] = []
         """Gateways, and what to do when they have all that was said until now."""
         self._tracing = tracing
-        self._traces: dict[RequestKey, str] = {}
-        """Where the spans of open requests belong; only of those that are traced."""
         self._accepting: asyncio.TimerHandle | None = None
         self._metering = Metering(publisher)
         self._trials = Trials(self)
@@ -155,11 +151,7 @@ class Service:
     async def watch(self) -> None:
         """Looks after the leases of the gateways that have requests here."""
         while True:
-            for gateway, lane in list(self._lanes.items()):
-                if self._open[gateway] or not lane.idle or self._metering.watches(gateway):
-                    self._check_lease(gateway)
-                else:
-                    self._forget(gateway)
+            self._outbox.look(lambda name: name in self._open or self._metering.watches(name))
             self._metering.forget_old()
             await asyncio.sleep(keys.RENEW_S)
 
@@ -170,7 +162,7 @@ class Service:
             log.warning("dropped %d requests of gateways that gave them up", self.open_requests)
         self._metrics.leases_lost.inc()
         self._metrics.fenced.inc(self.open_requests)
-        for gateway in [name for name, requests in self._open.items() if requests]:
+        for gateway in list(self._open):
             self._abort_all(gateway)
 
     def refuse(self, reason: ForebayError) -> None:
@@ -195,9 +187,7 @@ class Service:
         return await self._until(self._flushed, timeout_s)
 
     def _flushed(self) -> bool:
-        return (
-            not self._emitted and not self._own and all(lane.idle for lane in self._lanes.values())
-        )
+        return not self._emitted and not self._own and self._outbox.idle
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         deadline = self._loop.time() + timeout_s
@@ -214,14 +204,14 @@ class Service:
         self._seen[key] = None
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        self._open[work.gateway][key] = work.num_sequences
+        traceparent = "" if isinstance(work, Encode) else work.traceparent
+        requests = self._open.setdefault(work.gateway, {})
+        requests[key] = _Open(work.num_sequences, traceparent)
         if self._accepting is None:
             self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
         self._own.append((work.gateway, Accepted(*key)))
         if work.metered:
             self._metering.submitted(work)
-        if not isinstance(work, Encode) and self._tracing is not None and work.traceparent:
-            self._traces[key] = work.traceparent
         if (refusal := self._leaving or self._turned_away(work, key)) is not None:
             self._refuse_all([(work.gateway, key)], refusal)
         else:
@@ -353,89 +343,51 @@ class Service:
                 elif isinstance(reply, Done | Failed | Embedded):
                     self._ended(gateway, reply)
         for gateway, replies in packets.items():
-            self._lane(gateway).send(merge(replies) if steps > 1 else replies)
+            self._outbox.send(gateway, merge(replies) if steps > 1 else replies)
         for gateway, then in told:
-            self._lane(gateway).after(then)
+            self._outbox.after(gateway, then)
 
     def _ended(self, gateway: str, reply: Done | Failed | Embedded) -> None:
-        requests = self._open[gateway]
         key = (reply.request_id, reply.attempt)
         self._door.leave(key, served=isinstance(reply, Embedded))
-        left = requests.get(key, 0) - 1
-        if self._traces:
-            self._trace(key, reply, last=left <= 0)
-        if left > 0 and isinstance(reply, Done):
-            requests[key] = left
-        else:
-            requests.pop(key, None)
+        requests = self._open.get(gateway, {})
+        request = requests.get(key)
+        if request is None:
+            return
+        if isinstance(reply, Done):
+            self._trace(request, reply)
+            request.left -= 1
+            if request.left > 0:
+                return
+        del requests[key]
+        if not requests:
+            del self._open[gateway]
 
-    def _trace(self, key: RequestKey, reply: Done | Failed | Embedded, *, last: bool) -> None:
-        ended = isinstance(reply, Done)
-        traceparent = self._traces.get(key, "") if ended and not last else self._traces.pop(key, "")
-        if ended and traceparent and self._tracing is not None:
+    def _trace(self, request: _Open, reply: Done) -> None:
+        if self._tracing is not None and request.traceparent:
             model = self._engine.card.name
-            self._tracing.sequence(traceparent, model, reply.usage, reply.finish_reason)
-
-    def _lane(self, gateway: str) -> Lane[Reply]:
-        lane = self._lanes.get(gateway)
-        if lane is None:
-
-            def undelivered(_: list[Reply], __: BusError | None) -> None:
-                self._overflowed(gateway)
-
-            lane = self._lanes[gateway] = Lane(
-                self._publisher,
-                keys.reply(gateway),
-                REPLY,
-                sender=self._worker,
-                maxlen=keys.REPLY_MAXLEN,
-                limit=LANE_LIMIT,
-                patience_s=math.inf,
-                undelivered=undelivered,
-                compact=merge,
-                vital=lambda _: True,  # what runs goes on although Redis is full: it is read soon
-            )
-        return lane
+            self._tracing.sequence(request.traceparent, model, reply.usage, reply.finish_reason)
 
     def _overflowed(self, gateway: str) -> None:
         """Too much waits for a gateway: its requests end here, and it is told so when it can be."""
         requests = self._open.pop(gateway, {})
-        for key in requests:
-            self._traces.pop(key, None)
         log.warning("aborted %d requests whose replies cannot be sent", len(requests))
         self._abort_all(gateway)
         message = "The worker could not send its answer."
-        self._lane(gateway).send(
-            [Failed(*key, code="worker_lost", message=message, retryable=True) for key in requests]
+        self._outbox.send(
+            gateway,
+            [Failed(*key, code="worker_lost", message=message, retryable=True) for key in requests],
         )
-
-    def _check_lease(self, gateway: str) -> None:
-        def answered(future: asyncio.Future[Value]) -> None:
-            if future.cancelled() or future.exception() is not None or future.result() == 1:
-                self._gone_since.pop(gateway, None)
-                return
-            since = self._gone_since.setdefault(gateway, self._loop.time())
-            if self._loop.time() - since > GONE_S:
-                self._gateway_lost(gateway)
-
-        self._publisher.call("EXISTS", keys.gateway_lease(gateway)).add_done_callback(answered)
 
     def _abort_all(self, gateway: str) -> None:
         self._trials.cancel_gateway(gateway)
         self._engine.cancel_gateway(gateway)
 
     def _gateway_lost(self, gateway: str) -> None:
-        log.warning("gateway %s is gone: aborted %d requests", gateway, len(self._open[gateway]))
+        requests = self._open.pop(gateway, {})
+        log.warning("gateway %s is gone: aborted %d requests", gateway, len(requests))
         self._abort_all(gateway)
         self._metering.gateway_gone(gateway)
-        self._forget(gateway)
-
-    def _forget(self, gateway: str) -> None:
-        self._gone_since.pop(gateway, None)
-        for key in self._open.pop(gateway, ()):
-            self._traces.pop(key, None)
-        if (lane := self._lanes.pop(gateway, None)) is not None:
-            lane.close()
 
 
 def _not_taken() -> EngineError:
