@@ -134,6 +134,11 @@ V_PROJ = "model__layers__0__self_attn__v_proj__weight"
             "so.",
         ),
         (
+            {"model__layers__0__input_layernorm__weight": ONE.expand(144).to(torch.float8_e4m3fn)},
+            "Tensor model.layers.0.input_layernorm.weight is e4m3: only matrices of layers may be, "
+            "and config.json says so.",
+        ),
+        (
             {"model__layers__0__self_attn__k_scale": torch.ones(3)},
             "Tensor model.layers.0.self_attn.k_scale has 3 numbers, not 1 or 2.",
         ),

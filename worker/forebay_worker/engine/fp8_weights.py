@@ -9,7 +9,7 @@ from torch import Tensor
 from forebay_worker.engine.tensor_files import E4M3, Tensors
 from forebay_worker.kernels.fp8 import GROUP, Fp8
 from forebay_worker.models.config import ModelConfig, ModelError
-from forebay_worker.models.decoder import LAYERS, ROUTER, Parameter
+from forebay_worker.models.decoder import LAYERS, Parameter, may_be_e4m3
 
 _KV = ("self_attn.{0}_scale", "self_attn.{0}_proj.output_scale")
 """What a layer's scale of keys (k) or values (v) is called: now, and by older releases."""
@@ -27,9 +27,8 @@ def unused(config: ModelConfig) -> tuple[str, ...]:
 def is_fp8(tensors: Tensors, parameter: Parameter, config: ModelConfig) -> bool:
     """Whether it is a matrix of a layer that is stored in e4m3. Raises ModelError when only some of
     its parts are."""
-    if not config.weights_are_fp8 or not parameter.name.startswith(LAYERS):
-        return False
-    if parameter.name.endswith(ROUTER):
+    is_matrix = parameter.columns is not None
+    if not (config.weights_are_fp8 and is_matrix and may_be_e4m3(parameter.name)):
         return False
     kinds = {part: tensors[part].kind == E4M3 for part in parameter.parts}
     if len(set(kinds.values())) > 1:

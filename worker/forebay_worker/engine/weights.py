@@ -16,7 +16,7 @@ from tqdm import tqdm
 from forebay_worker.engine import fp8_weights
 from forebay_worker.engine.tensor_files import E4M3, Tensors, open_tensors
 from forebay_worker.models.config import ModelConfig, ModelError
-from forebay_worker.models.decoder import Parameter, parameters
+from forebay_worker.models.decoder import Parameter, parameters, scale_of
 
 # What older checkpoints store though it follows from the config.
 DERIVED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -39,8 +39,8 @@ def load(
     progress: bool,
     prepare: Prepare = as_it_is,
 ) -> dict[str, Tensor]:
-    """The decoder's packed parameters by name; where the checkpoint has e4m3, its scales too, as
-    `fp8_weights` names them. Raises ModelError that names the first bad file or tensor."""
+    """The decoder's packed parameters by name; where the checkpoint has e4m3, its scales too, by
+    `scale_of` and `kv_scales_of`. Raises ModelError that names the first bad file or tensor."""
     # A tied head may be stored all the same.
     optional = ("lm_head.weight",) if config.tied_embeddings else ()
     optional = (*optional, *fp8_weights.unused(config), *DERIVED)
@@ -52,7 +52,7 @@ def load(
         for parameter in _shown(wanted, dtype, progress):
             if fp8_weights.is_fp8(tensors, parameter, config):
                 found = fp8_weights.pack(tensors, parameter, config, device)
-                packed[parameter.name], packed[f"{parameter.name}_scale"] = found
+                packed[parameter.name], packed[scale_of(parameter.name)] = found
             else:
                 packed[parameter.name] = _pack(tensors, parameter, dtype, device)
             prepare(parameter.name, packed)

@@ -40,8 +40,7 @@ from forebay_worker.kernels.small_linear import (
 
 _GATED_ROWS = 16
 """Most rows whose gate is applied within the product: two sums of 32 rows fill the registers (a
-step
-of 32 rows of Qwen3-8B took 7.2 ms with it, 5.9 without)."""
+step of 32 rows of Qwen3-8B took 7.2 ms with it, 5.9 without)."""
 
 
 class CardOps:
@@ -68,9 +67,11 @@ class CardOps:
         self._plans: dict[int, DecodePlan] = {}
         self.products = LinearTable(device)
         self._squares: dict[int, Tensor] = {}
-        self._summed: tuple[Tensor, Tensor] | None = None
-
+        """By the columns of a tile: where `linear_add` sums the squares of each row up."""
         self._row_squares = torch.zeros((1, MOST_ROWS), dtype=torch.float32, device=device)
+        """Where `sparse_mlp` does."""
+        self._summed: tuple[Tensor, Tensor] | None = None
+        """The residual whose squares are known, and where they are."""
         self._kv_slots: Tensor | None = None
 
     def begin(self, step: Step) -> None:

@@ -23,7 +23,10 @@ _LEAST = 1e-10  # of a row's largest number: a row of zeros has a scale too
 
 
 class Fp8(NamedTuple):
-    """values: [R, K] e4m3. scale: [1 or ceil(K / 128), R] float32."""
+    """values: [R, K] e4m3. scale: [1 or ceil(K / 128), R] float32.
+
+    Of experts, E matrices: values [E, R, K], and scale [1 or ceil(K / 128), E * R].
+    """
 
     values: Tensor
     scale: Tensor

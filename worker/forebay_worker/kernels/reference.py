@@ -27,6 +27,11 @@ class KvCache:
     values: Tensor
     scales: Tensor | None = None
 
+    @property
+    def side_scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """[K] of keys and of values, of one layer's cache."""
+        return (None, None) if self.scales is None else (self.scales[0], self.scales[1])
+
     def layer(self, number: int) -> "KvCache":
         """One layer's cache of the whole model's."""
         scales = None if self.scales is None else self.scales[number]
@@ -198,7 +203,7 @@ def rope_store(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[step.positions].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
-    k_scale, v_scale = (None, None) if cache.scales is None else cache.scales
+    k_scale, v_scale = cache.side_scales
     _write(cache.keys, step.kv_slots, rotate(k, cos, sin), k_scale)
     _write(cache.values, step.kv_slots, v, v_scale)
     return rotate(q, cos, sin)
@@ -242,7 +247,7 @@ def _decode(q: Tensor, step: Step, cache: KvCache) -> Tensor:
     columns = torch.arange(max(step.host_kv_lens[:rows]), device=q.device)
     at = torch.minimum(columns, lens - 1)
     slots = step.block_tables.gather(1, at // block_size) * block_size + at % block_size
-    k_scale, v_scale = (None, None) if cache.scales is None else cache.scales
+    k_scale, v_scale = cache.side_scales
     keys = _read(cache.keys.view(-1, kv_heads, head_dim), slots, k_scale, q.dtype).transpose(1, 2)
     values = _read(cache.values.view(-1, kv_heads, head_dim), slots, v_scale, q.dtype)
     values = values.transpose(1, 2)
@@ -255,7 +260,7 @@ def _chunk(q: Tensor, block_table: Tensor, kv_len: int, cache: KvCache) -> Tenso
     """The last len(q) of one row's kv_len positions, [t, H, D], each over those up to itself."""
     block_size, kv_heads, head_dim = cache.keys.shape[1:]
     blocks = block_table[: -(-kv_len // block_size)]
-    k_scale, v_scale = (None, None) if cache.scales is None else cache.scales
+    k_scale, v_scale = cache.side_scales
     keys = _read(cache.keys, blocks, k_scale, q.dtype).view(-1, kv_heads, head_dim)[:kv_len]
     values = _read(cache.values, blocks, v_scale, q.dtype).view(-1, kv_heads, head_dim)[:kv_len]
     groups = q.shape[1] // kv_heads

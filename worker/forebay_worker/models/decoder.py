@@ -80,7 +80,7 @@ def _layer_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     if experts is None:
         yield from _mlp_parameters(config, f"{at}.mlp")
     else:
-        yield from _expert_parameters(experts, hidden, f"{at}.mlp")
+        yield from _expert_parameters(experts, hidden, at)
 
 
 def _mlp_parameters(config: ModelConfig, mlp: str) -> Iterator[Parameter]:
@@ -90,16 +90,15 @@ def _mlp_parameters(config: ModelConfig, mlp: str) -> Iterator[Parameter]:
     yield from _linear(down, (down,), (hidden,), inner, config.mlp_bias)
 
 
-def _expert_parameters(experts: Experts, hidden: int, mlp: str) -> Iterator[Parameter]:
+def _expert_parameters(experts: Experts, hidden: int, at: str) -> Iterator[Parameter]:
     number, inner = experts.number, experts.intermediate_size
-    router = f"{mlp}.gate.weight"
+    router, stack = f"{at}.{ROUTER}", f"{at}.mlp.experts"
     yield Parameter(router, (router,), (number,), hidden)
 
     def stacked(name: str, parts: tuple[str, ...], rows: int, columns: int) -> Parameter:
-        at = f"{mlp}.experts"
-        names = tuple(f"{at}.{each}.{part}.weight" for each in range(number) for part in parts)
-        sizes = (rows,) * len(names)
-        return Parameter(f"{at}.{name}.weight", names, sizes, columns, number, f"{at}.{name}_proj")
+        names = tuple(f"{stack}.{each}.{part}.weight" for each in range(number) for part in parts)
+        sizes, whole = (rows,) * len(names), f"{stack}.{name}_proj"
+        return Parameter(f"{stack}.{name}.weight", names, sizes, columns, number, whole)
 
     yield stacked("gate_up", ("gate_proj", "up_proj"), inner, hidden)
     yield stacked("down", ("down_proj",), hidden, inner)
@@ -134,12 +133,22 @@ def fold_norm(name: str, weights: Mapping[str, Tensor]) -> None:
             gain.fill_(1)
 
 
+def scale_of(name: str) -> str:
+    """What the scales of an e4m3 weight are called, which lie beside it."""
+    return f"{name}_scale"
+
+
+def may_be_e4m3(name: str) -> bool:
+    """Whether a matrix of this name may: those of layers, but for routers, which are small and
+    choose."""
+    return name.startswith(LAYERS) and not name.endswith(ROUTER)
+
+
 def quantize(name: str, weights: dict[str, Tensor]) -> None:
-    """If weight `name` is a matrix of a layer, puts e4m3 and its scales in its place; a router's
-    stays, since it is small and chooses."""
+    """If weight `name` is a matrix that may be e4m3, puts that and its scales in its place."""
     weight = weights[name]
-    if name.startswith(LAYERS) and weight.dim() > 1 and not name.endswith(ROUTER):
-        values, weights[f"{name}_scale"] = fp8.quantize(weight.view(-1, weight.shape[-1]))
+    if weight.dim() > 1 and may_be_e4m3(name):
+        values, weights[scale_of(name)] = fp8.quantize(weight.view(-1, weight.shape[-1]))
         weights[name] = values.view(weight.shape)
 
 
@@ -156,7 +165,7 @@ class Decoder:
         self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, max_model_len: int
     ) -> None:
         """`weights` holds each of `parameters(config)` by its name, all on one device; beside a
-        `….weight` of e4m3 its `….weight_scale`, as `Fp8` has it."""
+        weight of e4m3 its `scale_of`, as `Fp8` has it."""
         self._embedding = weights[EMBEDDING]
         cos_sin = cos_sin_table(config, max_model_len).to(self._embedding.device)
         self._layers = [
@@ -232,7 +241,7 @@ def _expert_weights(experts: Experts, weights: Mapping[str, Tensor], at: str) ->
 
 def _numbers(weights: Mapping[str, Tensor], name: str) -> Numbers:
     """A weight, with its scales where it is e4m3."""
-    weight, scale = weights[name], weights.get(f"{name}_scale")
+    weight, scale = weights[name], weights.get(scale_of(name))
     return weight if scale is None else Fp8(weight, scale)
 
 
