@@ -5,7 +5,7 @@ Only `init` speaks to Redis itself: it makes the first key of a fleet that has n
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,6 +15,8 @@ from forebay_shared.settings import StartError
 from forebay_gateway.admin import files
 from forebay_gateway.admin.bootstrap import first_key
 from forebay_gateway.admin.client import DEFAULT_URL, AdminClient, find_key
+from forebay_gateway.teams.books import BY, DIMENSIONS
+from forebay_gateway.teams.records import ROLES
 
 Tree = dict[str, Any]
 
@@ -97,7 +99,7 @@ def _key_actions(actions: Any) -> None:
     create.add_argument("--organisation", default="", help="of an owner's key")
     create.add_argument("--name", required=True)
     create.add_argument("--user", default="")
-    create.add_argument("--role", choices=("owner", "admin", "member", "viewer"), default="member")
+    create.add_argument("--role", choices=ROLES, default="member")
     create.add_argument("--model", action="append", default=[], help="may use it; repeatable")
     create.add_argument("--network", action="append", default=[], help="may come from it")
     create.add_argument("--route", action="append", default=[], help="may use it; repeatable")
@@ -123,12 +125,8 @@ def _key_actions(actions: Any) -> None:
 def _usage_command(usage: argparse.ArgumentParser) -> None:
     usage.add_argument("--from", dest="first", default="", help="first day (UTC), 2026-12-01")
     usage.add_argument("--to", dest="last", default="", help="last day, included")
-    usage.add_argument(
-        "--by",
-        default="day",
-        help="of hour, day, month, organisation, team, user, key, model, alias",
-    )
-    for name in ("organisation", "team", "user", "key", "model", "alias"):
+    usage.add_argument("--by", default="day", help=f"of {', '.join(BY)}; with commas between")
+    for name in DIMENSIONS:
         usage.add_argument(f"--{name}", default="", help=f"of this {name} only")
     usage.add_argument("--format", choices=("table", "csv", "json"), default="table")
     usage.set_defaults(run=_usage)
@@ -229,8 +227,7 @@ def _change_key(given: argparse.Namespace) -> None:
 
 
 def _usage(given: argparse.Namespace) -> None:
-    names: Sequence[str] = ("by", "organisation", "team", "user", "key", "model", "alias")
-    query = {name: getattr(given, name) for name in names}
+    query = {name: getattr(given, name) for name in ("by", *DIMENSIONS)}
     query |= {"from": given.first, "to": given.last}
     answer = _client(given).call("GET", "usage", query=query)
     print(files.show(answer["data"], given.format), end="")

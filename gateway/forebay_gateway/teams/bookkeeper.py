@@ -19,7 +19,15 @@ from forebay_shared.wire import Usage
 
 from forebay_gateway.teams import books
 from forebay_gateway.teams.exporter import oldest_wanted
-from forebay_gateway.teams.stream import ask, lead, now_ms, read_records, reading, run_script
+from forebay_gateway.teams.stream import (
+    ask,
+    entry_ms,
+    lead,
+    now_ms,
+    read_records,
+    reading,
+    run_script,
+)
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +108,7 @@ class Bookkeeper:
         return [
             {
                 "entry": entry_id.decode(),
-                "at": int(entry_id.partition(b"-")[0]) / 1000,
+                "at": entry_ms(entry_id.decode()) / 1000,
                 "who": cast(bytes, field_of(fields, b"who")).decode(),
                 "what": msgspec.json.decode(cast(bytes, field_of(fields, b"what"))),
             }
@@ -129,7 +137,7 @@ class Bookkeeper:
         entries = await read_records(self._link, at, BATCH)
         if not entries:
             return False
-        self.lag_s = max(0.0, (await now_ms(self._link) - _ms(entries[0][0])) / 1000)
+        self.lag_s = max(0.0, (await now_ms(self._link) - entry_ms(entries[0][0])) / 1000)
         records = [record for _, record in entries if record is not None]
         names = [keys.ledger_cursor()]
         arguments: list[Argument] = [at, entries[-1][0], len(books.FIGURES)]
@@ -178,7 +186,7 @@ class Bookkeeper:
         [cursor, exports] = await ask(
             self._link, [("GET", keys.ledger_cursor()), ("HGETALL", keys.exports())]
         )
-        folded = _ms(cast(bytes, cursor or b"0-0").decode())
+        folded = entry_ms(cast(bytes, cursor or b"0-0").decode())
         exported = oldest_wanted(cast("list[bytes]", exports), now // 1000)
         first = min(now - KEEP_MS, folded, folded if exported is None else exported)
         await ask(self._link, [("XTRIM", keys.records(), "MINID", first)])
@@ -198,11 +206,6 @@ class Bookkeeper:
                 await run_script(self._link, self._forget_script, [keys.uses()], old)
             if cursor == b"0":
                 return
-
-
-def _ms(entry: str) -> int:
-    """When an entry was written, by the clock of Redis."""
-    return int(entry.partition("-")[0])
 
 
 def _book(pairs: list[bytes]) -> dict[str, int]:

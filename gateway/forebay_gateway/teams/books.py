@@ -4,7 +4,7 @@ Pure: records and cells go in, cells and rows come out. It knows no Redis.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, date, datetime, timedelta
 from operator import attrgetter
 from typing import Literal, get_args
@@ -32,6 +32,8 @@ _SEPARATOR = "\x1f"
 
 Period = Literal["hour", "day", "month"]
 PERIODS: tuple[Period, ...] = get_args(Period)
+BY = (*PERIODS, *DIMENSIONS)
+"""What sums may be by."""
 
 Figures = list[int]
 Place = tuple[str, ...]
@@ -58,9 +60,8 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises InvalidRequestError that names the field."""
         for name in self.by:
-            if name not in (*PERIODS, *DIMENSIONS):
-                known = ", ".join((*PERIODS, *DIMENSIONS))
-                raise InvalidRequestError(f"by must be of {known}.", param="by")
+            if name not in BY:
+                raise InvalidRequestError(f"by must be of {', '.join(BY)}.", param="by")
         if not 0 <= (self.last - self.first).days < MAX_DAYS:
             raise InvalidRequestError(f"to must follow from within {MAX_DAYS} days.", param="to")
 
@@ -163,6 +164,6 @@ def _date(text: str, param: str) -> date | None:
         raise InvalidRequestError(f"{param} must be a date, 2026-12-31.", param=param) from None
 
 
-def names(by: str) -> Sequence[str]:
-    """`day,model` as a list."""
+def names(by: str) -> tuple[str, ...]:
+    """Those of `day,model`."""
     return tuple(part.strip() for part in by.split(",") if part.strip())

@@ -15,7 +15,7 @@ from forebay_shared import keys
 from forebay_shared.link import LINK_ERRORS, Backoff, Link
 
 from forebay_gateway.teams.sinks import Sink, SinkError
-from forebay_gateway.teams.stream import ask, lead, now_ms, read_records
+from forebay_gateway.teams.stream import ask, entry_ms, lead, now_ms, read_records
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Exporter:
         if not await lead(self._link, lease, self._gateway, LEASE_MS):
             return TICK_S
         while entries := await read_records(self._link, cursor, BATCH):
-            self.lag_s = max(0.0, now_s - int(entries[0][0].partition("-")[0]) / 1000)
+            self.lag_s = max(0.0, now_s - entry_ms(entries[0][0]) / 1000)
             readable = [(entry, record) for entry, record in entries if record is not None]
             try:
                 await asyncio.to_thread(self._sink.write, readable)
@@ -111,4 +111,4 @@ def oldest_wanted(pairs: Sequence[bytes], now_s: int) -> int | None:
     """
     cursors = [value.decode().partition(" ") for value in pairs[1::2]]
     wanted = [cursor for cursor, _, seen in cursors if int(seen) > now_s - KEEP_S]
-    return min((int(cursor.partition("-")[0]) for cursor in wanted), default=None)
+    return min(map(entry_ms, wanted), default=None)

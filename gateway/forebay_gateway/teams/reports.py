@@ -65,7 +65,7 @@ class Reports:
     async def _summed(self, query: Mapping[str, str], only: Mapping[str, str]) -> Tree:
         today = datetime.now(UTC).date()
         first, last = books.days_between(query.get("from", ""), query.get("to", ""), today)
-        by = tuple(books.names(query.get("by", "day")))
+        by = books.names(query.get("by", "day"))
         rows = await self._bookkeeper.report(books.Query(first=first, last=last, by=by, only=only))
         data = [{**row, "cost": books.money(int(row["cost"]))} for row in rows]
         return {"from": first.isoformat(), "to": last.isoformat(), "data": data}

@@ -1,4 +1,4 @@
-"""What the tasks of the books ask of Redis: answers without errors, a lease, records in order.
+"""What the tasks of teams ask of Redis: answers without errors, a lease, records in order.
 
 Each task has a link of its own, so nobody waits behind its long answers.
 """
@@ -37,9 +37,9 @@ async def reading(url: str) -> AsyncGenerator[Link]:
         await link.close()
 
 
-async def ask(link: Link, commands: Sequence[Command]) -> list[Answer]:
+async def ask(link: Link, commands: Sequence[Command], timeout_s: float = TRIP_S) -> list[Answer]:
     """Answers in order. Raises one of LINK_ERRORS, for a refused command too."""
-    answers = await link.run(commands, TRIP_S)
+    answers = await link.run(commands, timeout_s)
     for answer in answers:
         if isinstance(answer, ResponseError):
             raise answer
@@ -82,6 +82,11 @@ async def read_records(link: Link, after: str, count: int) -> list[tuple[str, Us
             log.warning("a usage record cannot be read: it is left out of the books")
         found.append((entry_id.decode(), record))
     return found
+
+
+def entry_ms(entry: str) -> int:
+    """When an entry of a stream was written, by the clock of Redis."""
+    return int(entry.partition("-")[0])
 
 
 async def now_ms(link: Link) -> int:

@@ -15,13 +15,13 @@ from typing import cast
 
 from forebay_shared import keys
 from forebay_shared.errors import BusError
-from forebay_shared.link import LINK_ERRORS, ROUND_TRIP_S, Answer, Backoff, Command, Link
+from forebay_shared.link import LINK_ERRORS, ROUND_TRIP_S, Backoff, Link
 from forebay_shared.packets import CHANGES
 from forebay_shared.reader import Feed
 from forebay_shared.wire import Changed
-from redis.exceptions import ResponseError
 
 from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.stream import ask
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +114,8 @@ class DirectorySync:
             drawn = secrets.token_hex(32)
             link = Link(self._url, keys.pepper())  # the other one is in the midst of a poll
             try:
-                _, pepper = await _ask(
-                    link, [("SET", keys.pepper(), drawn, "NX"), ("GET", keys.pepper())]
-                )
+                commands = [("SET", keys.pepper(), drawn, "NX"), ("GET", keys.pepper())]
+                _, pepper = await ask(link, commands, ROUND_TRIP_S)
             finally:
                 await link.close()
             self.pepper = cast(bytes, pepper)
@@ -124,7 +123,7 @@ class DirectorySync:
 
     async def _check(self) -> None:
         before = self._directory.revision
-        [answer] = await _ask(self._link, [("GET", keys.directory_revision())])
+        [answer] = await ask(self._link, [("GET", keys.directory_revision())], ROUND_TRIP_S)
         revision = int(cast(bytes, answer or b"0"))
         # A change that was there the last time and is not here will come by no push; and a Redis
         # that has fewer changes than we do has been put back.
@@ -140,9 +139,8 @@ class DirectorySync:
         self._stale.clear()
         self._loading = True
         try:
-            first = await _ask(
-                self._link, [("GET", keys.directory_revision()), ("GET", keys.pepper())]
-            )
+            commands = [("GET", keys.directory_revision()), ("GET", keys.pepper())]
+            first = await ask(self._link, commands, ROUND_TRIP_S)
             values = await self._scan()
             self.pepper = self._given_pepper or cast("bytes | None", first[1]) or b""
             self._directory.load(int(cast(bytes, first[0] or b"0")), values.items())
@@ -159,9 +157,8 @@ class DirectorySync:
         values: dict[str, str] = {}
         cursor = b"0"
         while True:
-            [page] = await _ask(
-                self._link, [("HSCAN", keys.directory(), cursor, "COUNT", SCAN_COUNT)]
-            )
+            scan = ("HSCAN", keys.directory(), cursor, "COUNT", SCAN_COUNT)
+            [page] = await ask(self._link, [scan], ROUND_TRIP_S)
             cursor, pairs = cast("tuple[bytes, list[bytes]]", page)
             for name, record in zip(pairs[::2], pairs[1::2], strict=True):
                 values[name.decode()] = record.decode()
@@ -183,11 +180,3 @@ class DirectorySync:
                 await self._stale.wait()
         except TimeoutError:
             pass
-
-
-async def _ask(link: Link, commands: list[Command]) -> list[Answer]:
-    answers = await link.run(commands, ROUND_TRIP_S)
-    for answer in answers:
-        if isinstance(answer, ResponseError):
-            raise answer
-    return answers

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from forebay_gateway.teams.books import DIMENSIONS
+from forebay_gateway.teams.books import BY, DIMENSIONS
 from forebay_gateway.teams.records import TYPES, Kind
 
 PLURALS: Mapping[Kind, str] = {
@@ -20,7 +20,7 @@ PLURALS: Mapping[Kind, str] = {
 }
 _OF_LISTS = {"after": "the `next` of the page before", "limit": "entries of a page, 1000 at most"}
 _OF_USAGE = {
-    "by": "of hour, day, month, organisation, team, user, key, model, alias; with commas between",
+    "by": f"of {', '.join(BY)}; with commas between",
     "from": "the first day, 2026-12-01",
     "to": "the last day, included",
     **{name: f"of this {name} alone" for name in DIMENSIONS},
