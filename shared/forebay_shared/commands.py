@@ -112,8 +112,8 @@ _ENGINE = (
     "seed",
     "engine_args",
     "step_timeout_s",
-    "echo_delay_ms",
 )
+_ECHO = ("echo_delay_ms", "echo_prefill_rate", "echo_cache_blocks")
 _UPSTREAM = (
     "upstream_url",
     "upstream_model",
@@ -135,17 +135,23 @@ _HTTP = (
     "slow_client_timeout_s",
     "protect_metrics",
     "allowed_origins",
-    "admin_key",
-    "teams",
-    "key_pepper",
     "trusted_proxy",
+)
+_TEAMS = (
+    "teams",
+    "admin_key",
+    "key_pepper",
     "alias",
     "usage_export",
     "usage_export_format",
+)
+_ANSWERS = (
+    "tool_call_parser",
+    "reasoning_parser",
+    "trust_request_chat_template",
     "response_ttl_s",
     "response_store_bytes",
     "max_background_responses",
-    "trust_request_chat_template",
 )
 
 SERVE = Command(
@@ -159,7 +165,10 @@ SERVE = Command(
         "model": _MODEL,
         "embeddings": _EMBEDDING,
         "engine": _ENGINE,
+        "answers": _ANSWERS,
+        "teams": _TEAMS,
         "upstream": _UPSTREAM,
+        "echo": _ECHO,
     },
     hidden=("fd",),
     examples=(
@@ -176,7 +185,7 @@ GATEWAY = Command(
     summary="Run one gateway process: HTTP on one side, Redis on the other",
     settings=GatewaySettings,
     run="forebay_gateway.main:run",
-    groups={"HTTP": _HTTP},
+    groups={"HTTP": _HTTP, "answers": _ANSWERS, "teams": _TEAMS},
     hidden=("fd",),
     examples=("forebay gateway --redis-url redis://redis:6379/0 --host 0.0.0.0 --api-key sk-mine",),
 )
@@ -186,7 +195,7 @@ WORKER = Command(
     settings=WorkerSettings,
     run="forebay_worker.main:run",
     positional="model",
-    groups={"model": _MODEL, "engine": _ENGINE, "upstream": _UPSTREAM},
+    groups={"model": _MODEL, "engine": _ENGINE, "upstream": _UPSTREAM, "echo": _ECHO},
     examples=(
         "forebay worker Qwen/Qwen3-0.6B --redis-url redis://redis:6379/0",
         "forebay worker --engine http --upstream-url http://llm:8000/v1",

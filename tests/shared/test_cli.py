@@ -152,6 +152,15 @@ def test_help_shows_every_flag_with_its_default_and_hides_what_only_supervisors_
     assert "examples:" in shown
 
 
+def test_every_name_under_a_heading_of_the_help_is_a_flag() -> None:
+    known = {option.name for option in flags.options(ServeSettings)}
+    headed = [name for each in COMMANDS for names in each.groups.values() for name in names]
+    assert set(headed) <= known
+    for command in COMMANDS:
+        names = [name for group in command.groups.values() for name in group]
+        assert len(names) == len(set(names)), "each is under one heading"
+
+
 def test_help_and_refusals_load_neither_torch_nor_a_web_server() -> None:
     code = (
         "import sys; from forebay_shared.cli import main; main(['--help']); "
