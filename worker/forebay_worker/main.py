@@ -86,21 +86,7 @@ async def serve(
     """
     stop = stop or _stop_on_signals()
     worker = worker or keys.incarnation()
-    card = engine.card
-    metrics = EngineMetrics(
-        CollectorRegistry(),
-        model_name=card.name,
-        engine=worker,
-        max_model_len=card.max_model_len,
-    )
-    metrics.cache_config(
-        block_size=card.block_size,
-        cache_dtype=settings.kv_cache_dtype,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-    )
-    if isinstance(engine, Measured):
-        engine.measure(metrics.registry, worker)
+    metrics = _metrics(settings, engine, worker)
     publisher = Publisher(settings.redis_url)
     mishaps = WorkerMetrics(metrics.registry, engine=worker)
     bounds = Bounds(
@@ -121,12 +107,32 @@ async def serve(
             tasks.start("watchdog", watchdog.run())
             loaded()
             tasks.start("beacon", presence.run())
-            log.info("worker %s serves %s", worker, card.name)
+            log.info("worker %s serves %s", worker, engine.card.name)
             await _stopped(stop, tasks)
             await _drain(settings.drain_timeout_s, service, presence)
         finally:
             await shielded(_leave(engine, service, presence), ENGINE_STOP_S + FAREWELL_S)
     log.info("worker %s stopped", worker)
+
+
+def _metrics(settings: WorkerSettings, engine: Engine, worker: str) -> EngineMetrics:
+    """The engine's, in a registry that the process's own go into, too."""
+    card = engine.card
+    metrics = EngineMetrics(
+        CollectorRegistry(),
+        model_name=card.name,
+        engine=worker,
+        max_model_len=card.max_model_len,
+    )
+    metrics.cache_config(
+        block_size=card.block_size,
+        cache_dtype=settings.kv_cache_dtype,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+    )
+    if isinstance(engine, Measured):
+        engine.measure(metrics.registry, worker)
+    return metrics
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -17,7 +17,7 @@ from forebay_shared.models import (
     CAP_PROMPT_LOGPROBS,
     ModelCard,
 )
-from forebay_shared.sampling import MAX_LOGIT_BIAS, SamplingParams
+from forebay_shared.sampling import MAX_LOGIT_BIAS, Grammar, SamplingParams
 
 from forebay_gateway.api.openai.schema import (
     ChatRequest,
@@ -202,17 +202,8 @@ def sampling_params(
     A limit above the room is an upper bound, not a reservation: it is clamped.
     Raises InvalidRequestError for ids outside the vocabulary and for what the engine cannot do.
     """
-    penalties = (request.presence_penalty, request.frequency_penalty, request.repetition_penalty)
-    for name, value in zip(_PENALTIES, penalties, strict=True):
-        if value is not None and value != _PENALTIES[name]:
-            need(card, CAP_PENALTIES, name)
-    if request.allowed_token_ids is not None:
-        need(card, CAP_LOGIT_BIAS, "allowed_token_ids")
-    if request.logit_bias:
-        need(card, CAP_LOGIT_BIAS, "logit_bias")
     grammar = grammar_of(request.response_format, request.structured_outputs)
-    if grammar is not None:
-        need(card, CAP_GRAMMAR, grammar.field)
+    _check_abilities(request, card, grammar)
     if limit is not None and (request.min_tokens or 0) > limit:
         raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
     defaults = card.generation_defaults
@@ -250,6 +241,20 @@ def sampling_params(
 
 
 _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""With the values that do nothing."""
+
+
+def _check_abilities(request: GenerationRequest, card: ModelCard, grammar: Grammar | None) -> None:
+    """Raises UnsupportedError for what the engine cannot do."""
+    for name, idle in _PENALTIES.items():
+        if getattr(request, name) not in (None, idle):
+            need(card, CAP_PENALTIES, name)
+    if request.allowed_token_ids is not None:
+        need(card, CAP_LOGIT_BIAS, "allowed_token_ids")
+    if request.logit_bias:
+        need(card, CAP_LOGIT_BIAS, "logit_bias")
+    if grammar is not None:
+        need(card, CAP_GRAMMAR, grammar.field)
 
 
 def need(card: ModelCard, capability: str, field: str) -> None:
