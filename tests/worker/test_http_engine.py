@@ -1,6 +1,5 @@
 """The http engine against an upstream that does whatever goes wrong."""
 
-import asyncio
 import logging
 import threading
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ from forebay_shared.settings import StartError, WorkerSettings
 from forebay_shared.wire import Done, Embedded, Encode, Failed, Reply, Started, TextDelta
 from forebay_worker.conformance.driver import GATEWAY, Driven
 from forebay_worker.engines.base import Measured
-from forebay_worker.engines.http.breaker import ASIDE_S, TRIP_AT, Replica, choose
+from forebay_worker.engines.http.breaker import TRIP_AT
 from forebay_worker.engines.http.engine import HttpEngine
-from forebay_worker.engines.places import Places, Ticket
 from gateway_fakes import wait_until
 from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry, generate_latest
@@ -480,102 +478,6 @@ def test_probes_are_counted_by_what_came(far: Upstream, monkeypatch: pytest.Monk
         far.close()
         wait_until(lambda: count("failed") > 1, "nobody is there")
         assert 'forebay_upstream_up{replica="0"}' not in figures(driven)
-
-
-def test_a_trip_counts_once_for_each_time_aside() -> None:
-    replica = Replica("a")
-    for _ in range(TRIP_AT + 4):  # calls that were open together
-        replica.failed(100.0, "status")
-    assert sum(replica.trips.values()) == 1
-    assert replica.is_aside(100.0)
-    again = replica.aside_until
-    assert not replica.is_aside(again)
-    replica.failed(again, "timeout")
-    assert replica.trips == {"unreachable": 0, "timeout": 1, "status": 1, "answer": 0}
-    replica.succeeded()
-    assert not replica.is_aside(again)
-
-
-def test_the_last_replica_is_never_set_aside() -> None:
-    alone = [Replica("a")]
-    for _ in range(20):
-        alone[0].failed(100.0, "status")
-    assert choose(alone, 100.0) is alone[0]
-    two = [Replica("a"), Replica("b")]
-    for _ in range(TRIP_AT):
-        two[0].failed(100.0, "status")
-    assert choose(two, 100.0) is two[1]
-    two[1].up = False
-    assert choose(two, 100.0) is two[0], "one that fails is better than one that is gone"
-    two[1].up = True
-    two[1].open = 5
-    assert choose(two, 101.0 + ASIDE_S) is two[0], "its time is over"
-
-
-async def test_places_go_by_priority_and_are_never_lost() -> None:
-    places, first = Places(1), Ticket()
-    await places.take(first)
-    order: list[str] = []
-
-    async def wait(name: str, priority: int) -> None:
-        ticket = Ticket(priority=priority)
-        await places.take(ticket)
-        order.append(name)
-        places.give_back(ticket)
-
-    tasks = [asyncio.create_task(wait(name, p)) for name, p in (("b", 1), ("x", 0), ("a", 0))]
-    await asyncio.sleep(0)
-    assert places.waiting == 3
-    tasks[1].cancel()
-    await asyncio.wait([tasks[1]])
-    places.give_back(first)
-    await asyncio.gather(tasks[0], tasks[2])
-    assert order == ["a", "b"]
-    await places.take(Ticket())
-    assert places.waiting == 0
-
-
-async def test_a_place_that_is_given_as_its_wait_is_cancelled_goes_on() -> None:
-    places, first, second, third = Places(1), Ticket(), Ticket(), Ticket()
-    await places.take(first)
-    tasks = [asyncio.create_task(places.take(ticket)) for ticket in (second, third)]
-    await asyncio.sleep(0)
-    places.give_back(first)
-    tasks[0].cancel()
-    await tasks[1]
-    assert tasks[0].cancelled()
-    assert places.waiting == 0
-
-
-async def _call(places: Places, served: list[str], team: str, tokens: int, weight: float) -> None:
-    ticket = Ticket(team, weight, queued_tokens=10)
-    await places.take(ticket)
-    served.append(team)
-    await asyncio.sleep(0)
-    places.give_back(ticket, tokens)
-
-
-async def test_another_teams_flood_is_not_in_the_way_to_the_next_free_place() -> None:
-    places, served = Places(2), list[str]()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(200):
-            group.create_task(_call(places, served, "red", 30, 1.0))
-        for _ in range(5):
-            await asyncio.sleep(0)
-            before = len(served)
-            await _call(places, served, "blue", 10, 1.0)
-            assert "blue" in served[before : before + 3]
-
-
-@pytest.mark.parametrize("weight", [1.0, 3.0])
-async def test_places_go_to_teams_by_weight(weight: float) -> None:
-    places, served = Places(2), list[str]()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(200):
-            group.create_task(_call(places, served, "red", 30, weight))
-            group.create_task(_call(places, served, "blue", 10, 1.0))
-    red, blue = (served[:200].count(team) * cost for team, cost in (("red", 40), ("blue", 20)))
-    assert red / (red + blue) == pytest.approx(weight / (1 + weight), abs=0.03)
 
 
 @pytest.mark.parametrize("numbered", [True, False])
