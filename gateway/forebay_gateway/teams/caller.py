@@ -28,8 +28,7 @@ class Caller:
 
     `team` is the engine's fairness key, opaque and stable; `headers` go out with the answer, beside
     those of its `standing`. `name` is who it is for the audit log, where that is more than its key.
-    `route` is the way to the model that it asked for, and `lot`, in
-    [0, 1), what draws among several.
+    `route` is the way to the model that it asked for; `lot`, in [0, 1), draws among several.
     """
 
     __slots__ = (

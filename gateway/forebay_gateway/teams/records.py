@@ -6,13 +6,13 @@ and no HTTP.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 Kind = Literal["organisation", "team", "user", "key", "model", "alias", "issuer"]
-KINDS: tuple[Kind, ...] = ("organisation", "team", "user", "key", "model", "alias", "issuer")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """Parents come before children."""
 
 Role = Literal["owner", "admin", "member", "viewer"]
@@ -24,12 +24,12 @@ PRIORITIES: Mapping[Priority, float] = {"high": 8.0, "normal": 1.0, "low": 0.125
 """Factors of a team's weight. A strict order would let the low ones starve."""
 
 Unit = Literal["money", "tokens"]
+Window = Literal["hour", "day", "week", "month", "total"]
+
 Condition = Literal["missing", "overloaded", "context"]
 """Why a model cannot answer: no worker serves it, they have too much to do, the prompt is too long.
 """
-Window = Literal["hour", "day", "week", "month", "total"]
-
-CONDITIONS: tuple[Condition, ...] = ("missing", "overloaded", "context")
+CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 
 MAX_LIST = 256
 _MAX_INT32 = 2**31 - 1
