@@ -11,6 +11,7 @@ from forebay_gateway.teams.directory import Directory
 from forebay_gateway.teams.records import Key
 from forebay_shared.errors import InvalidRequestError
 from forebay_shared.settings import Secret, StartError
+from teams_house import filled
 
 
 def teams_with_keys(keys: dict[str, list[str]]) -> dict[str, Any]:
@@ -32,6 +33,17 @@ def test_new_keys_are_told_apart_by_their_whole_names() -> None:
 def test_a_key_that_is_there_twice_is_named_by_its_team_and_name() -> None:
     with pytest.raises(InvalidRequestError, match="there twice: key/red/ci"):
         document.read(teams_with_keys({"red": ["ci", "ci"]}), Directory())
+
+
+def test_what_was_exported_ends_no_key_when_it_is_applied_again() -> None:
+    unnamed = (Key(id="1", team="red"), Key(id="2", organisation="acme", role="owner"))
+    directory = filled(*unnamed, Key(id="3", role="owner"), Key(id="4", team="blue", name="ci"))
+    tree = document.write(directory)
+    assert document.difference(document.read(tree, directory), directory, prune=True) == []
+    [acme] = tree["organisations"]
+    acme["teams"] = [team for team in acme["teams"] if team["id"] != "red"]
+    steps = document.difference(document.read(tree, directory), directory, prune=True)
+    assert [step.place for step in steps] == ["key/1", "user/ann", "team/red"]
 
 
 @pytest.mark.parametrize(

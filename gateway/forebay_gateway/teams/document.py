@@ -18,7 +18,7 @@ from forebay_shared.errors import InvalidRequestError
 from msgspec.structs import replace
 
 from forebay_gateway.teams.checks import parse
-from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.directory import Directory, parents
 from forebay_gateway.teams.records import Entry, Key, Kind, kind_of, place_of
 
 NEW = "new-"
@@ -82,7 +82,11 @@ def read(document: object, directory: Directory) -> list[Entry]:
 
 
 def difference(entries: Sequence[Entry], directory: Directory, *, prune: bool) -> list[Step]:
-    """What would change: parents before children, what is deleted last and children first."""
+    """What would change: parents before children, what is deleted last and children first.
+
+    `prune` deletes what the document does not name. A key without a name cannot be named: it stays
+    while what is above it does.
+    """
     steps: list[Step] = []
     wanted = {place_of(entry) for entry in entries}
     for entry in entries:
@@ -93,9 +97,18 @@ def difference(entries: Sequence[Entry], directory: Directory, *, prune: bool) -
         elif before != entry:
             steps.append(Step("update", place, _changed(before, entry), entry))
     if prune:
-        gone = [each for each in directory.everything() if place_of(each) not in wanted]
+        gone = [
+            each
+            for each in directory.everything()
+            if place_of(each) not in wanted and not _is_left(each, wanted)
+        ]
         steps += [Step("delete", place_of(entry)) for entry in reversed(gone)]
     return steps
+
+
+def _is_left(entry: Entry, wanted: set[str]) -> bool:
+    unnamed = isinstance(entry, Key) and not entry.name
+    return unnamed and all(parent in wanted for parent in parents(entry))
 
 
 def write(directory: Directory) -> Tree:
