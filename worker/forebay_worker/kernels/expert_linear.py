@@ -9,8 +9,7 @@ every row of the weight is read along its own k, and leaves both in the same thr
 gives is rounded to the storage type, as the models' own code does; the sum is float32, in the order
 of the slots, so a token's does not depend on who else is in the step.
 
-A weight may be e4m3: it is widened to x's type at any number of rows, and its scales multiply the
-sums, as in `small_linear`.
+A weight may be e4m3, x never: at any number of rows it is widened, see `products`.
 
 A few rows per expert are bound by the bytes of the weights of the experts chosen, so a tile is no
 taller than it need be; many by arithmetic.
@@ -25,8 +24,9 @@ from torch import Tensor
 
 from forebay_worker.kernels.fp8 import GROUP, Fp8, Numbers
 from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.products import add_product, operand, scaled
 from forebay_worker.kernels.routing import Routing
-from forebay_worker.kernels.small_linear import MOST_ROWS, _add_product, _scaled
+from forebay_worker.kernels.small_linear import MOST_ROWS
 
 
 class ExpertConfig(NamedTuple):
@@ -100,8 +100,8 @@ def _expert_linear_kernel(
         a = tl.load(x_row + k[None, :], mask=inside[:, None] & (k < depth)[None, :], other=0.0)
         w = tl.load(w_row + k[:, None], mask=(k < depth)[:, None] & known[None, :], other=0.0)
         group = start // GROUP * stride_scales
-        acc = _add_product(acc, a, w, of_acc + group, known, SCALES)
-    acc = _scaled(acc, of_acc, known, SCALES)
+        acc = add_product(acc, a, w, of_acc + group, known, SCALES)
+    acc = scaled(acc, of_acc, known, SCALES)
     kind = out.dtype.element_ty
     if GATE:
         gate, up = tl.split(tl.reshape(acc, (TILE_M, TILE_N // 2, 2)))
@@ -165,17 +165,15 @@ def experts_down(gated: Tensor, weight: Numbers, routing: Routing, config: Exper
 def _launch(
     x: Tensor, weight: Numbers, routing: Routing, config: ExpertConfig, out: Tensor, *, gate: bool
 ) -> Tensor:
-    weight, scales = weight if isinstance(weight, Fp8) else (weight, None)
-    by_group = scales is not None and len(scales) > 1
-    assert not by_group or GROUP % config.tile_k == 0, "a tile may not lie in two groups"
+    weight, scales, kind = operand(weight, config.tile_k)
     columns, overlap = out.shape[1], overlaps(x.device)
     across = triton.cdiv(columns, config.tile_n // (2 if gate else 1))
     _expert_linear_kernel[(across * len(routing.tiles),)](
-        out, x, weight, weight if scales is None else scales, routing.order, routing.tiles,
-        routing.count, columns, weight.shape[2],
+        out, x, weight, scales, routing.order, routing.tiles, routing.count,
+        columns, weight.shape[2],
         x.stride(0), weight.stride(1), weight.stride(0), out.stride(0),
-        0 if scales is None else scales.shape[1], SCALES=0 if scales is None else 1 + by_group,
-        GROUP=GROUP, GATE=gate, PER_TOKEN=routing.chosen.shape[1], FIELDS=routing.tiles.shape[1],
+        scales.shape[1], SCALES=kind, GROUP=GROUP, GATE=gate,
+        PER_TOKEN=routing.chosen.shape[1], FIELDS=routing.tiles.shape[1],
         TILE_M=config.tile_m, TILE_N=config.tile_n, TILE_K=config.tile_k,
         OVERLAP=overlap, launch_pdl=overlap,
         num_warps=config.num_warps, num_stages=config.num_stages,

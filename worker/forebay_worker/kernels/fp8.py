@@ -19,7 +19,8 @@ FEW_ROWS = 16
 """Up to so many rows a product reads its input as it is: the weight's bytes bound it, and what is
 not rounded costs no accuracy. With more rows both sides are e4m3: to widen the weights took longer
 there than to read them (4,096 -> 24,576 on an H200: 39 us at 8 rows, 47 at 32, 65 at 64)."""
-_LEAST = 1e-10  # of a row's largest number: a row of zeros has a scale too
+LEAST = 1e-10
+"""Of a row's largest number, so that a row of zeros has a scale too."""
 
 
 class Fp8(NamedTuple):
@@ -42,7 +43,7 @@ Numbers = Tensor | Fp8
 def quantize(x: Tensor) -> Fp8:
     """x [R, K], each row by its largest number; a row with a NaN is NaN."""
     wide = x.float()
-    scale = wide.abs().amax(-1).clamp(min=_LEAST) / LARGEST
+    scale = wide.abs().amax(-1).clamp(min=LEAST) / LARGEST
     return Fp8(encode(wide / scale[:, None]), scale[None])
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay_worker.kernels.fp8 import E4M3, LARGEST, Fp8
+from forebay_worker.kernels.fp8 import E4M3, LARGEST, LEAST, Fp8
 from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
 
 _PLAIN, _NORM, _GATE = 0, 1, 2
@@ -21,7 +21,8 @@ _PLAIN, _NORM, _GATE = 0, 1, 2
 @triton.jit
 def _quantize_kernel(
     values, scales, x, weight, eps, stride_x, columns,
-    KIND: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -38,7 +39,7 @@ def _quantize_kernel(
         up = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
         silu = (y * tl.sigmoid(y)).to(raw.dtype).to(tl.float32)
         y = (silu * up).to(raw.dtype).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-10) / LARGEST
+    scale = tl.maximum(tl.max(tl.abs(y), 0), LEAST) / LARGEST
     tl.store(scales + row, scale)
     tl.store(values + row * columns + column, (y / scale).to(values.dtype.element_ty), mask=inside)
 
@@ -66,7 +67,7 @@ def _launch(
     scale = torch.empty((1, rows), dtype=torch.float32, device=x.device)
     _quantize_kernel[(rows,)](
         values, scale, x, x if weight is None else weight, eps, x.stride(0), columns,
-        KIND=kind, COLUMNS=size, LARGEST=LARGEST,
+        KIND=kind, COLUMNS=size, LARGEST=LARGEST, LEAST=LEAST,
         OVERLAP=overlaps(x.device), launch_pdl=overlaps(x.device),
         num_warps=max(1, min(16, size // 256)),
     )  # fmt: skip

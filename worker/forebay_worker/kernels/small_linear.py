@@ -15,9 +15,7 @@ some 2 us, as much as such a product:
           a norm's gain is a factor of the weight's columns, which `decoder.fold_norm` puts there
     gate: weight holds the gate's rows and then those of up:  out = silu(gate) * up
 
-A weight may be e4m3, half the bytes: it is widened to x's type, which holds each e4m3 number
-exactly, and its scales multiply the sums. Where x is e4m3 too, nothing is widened, and sums are on
-two levels as in `fp8_linear`.
+A weight may be e4m3, half the bytes, and x too: see `products`.
 """
 
 from typing import NamedTuple
@@ -29,7 +27,7 @@ from torch import Tensor
 
 from forebay_worker.kernels.fp8 import GROUP, Fp8, Numbers
 from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
-from forebay_worker.kernels.widen import widen
+from forebay_worker.kernels.products import add_product, operand, scaled
 
 MOST_ROWS = 64
 MOST_E4M3_ROWS = 128
@@ -79,32 +77,6 @@ def make_squares(columns: int, config: LinearConfig, device: torch.device) -> Te
     """For the squares of `columns` outputs: [tiles, 64] float32, a row for each tile's part."""
     tiles = triton.cdiv(columns, config.tile_n)
     return torch.zeros((tiles, MOST_ROWS), dtype=torch.float32, device=device)
-
-
-@triton.jit
-def _add_product(acc, a, w, scales, known, SCALES: tl.constexpr):
-    """acc + a @ w; `scales` are those of w's columns in this group."""
-    if SCALES == 0:
-        acc = tl.dot(a, w, acc, input_precision="ieee")
-    elif a.dtype == w.dtype:
-        part = tl.dot(a, w)  # e4m3: the units' own sum is for no more than a tile
-        if SCALES == 2:
-            part *= tl.load(scales, mask=known, other=0.0)[None, :]
-        acc += part
-    elif SCALES == 1:
-        acc = tl.dot(a, widen(w, a.dtype), acc, input_precision="ieee")
-    else:
-        scale = tl.load(scales, mask=known, other=0.0)
-        acc += tl.dot(a, widen(w, a.dtype), input_precision="ieee") * scale[None, :]
-    return acc
-
-
-@triton.jit
-def _scaled(acc, scales, known, SCALES: tl.constexpr):
-    """acc times the scales of its columns, unless they are in it already."""
-    if SCALES == 1:
-        acc *= tl.load(scales, mask=known, other=0.0)[None, :]
-    return acc
 
 
 @triton.jit
@@ -175,17 +147,17 @@ def _small_linear_kernel(
         w = tl.load(w_row + k[:, None], mask=(k < depth)[:, None] & known, other=0.0)
         a = tl.load(x_row + k[None, :], mask=inside & (k < depth)[None, :], other=0.0)
         group = start // GROUP * stride_scales
-        acc = _add_product(acc, a, w, of_acc + group, is_known, SCALES)
+        acc = add_product(acc, a, w, of_acc + group, is_known, SCALES)
         if GATE:
             u = tl.load(up_row + k[:, None], mask=(k < depth)[:, None] & known, other=0.0)
-            up = _add_product(up, a, u, of_up + group, is_known, SCALES)
+            up = add_product(up, a, u, of_up + group, is_known, SCALES)
     to = out + row[:, None] * stride_out + column[None, :]
     keep = inside & known
     own_squares = squares_out + tile * MOST + row
     if SPLITS == 1:
-        acc = _scaled(acc, of_acc, is_known, SCALES)
+        acc = scaled(acc, of_acc, is_known, SCALES)
         if GATE:
-            up = _scaled(up, of_up, is_known, SCALES)
+            up = scaled(up, of_up, is_known, SCALES)
         _finish(acc, up, scale, to, own_squares, keep, X_SCALES or NORM > 0, GATE, ADD, SQUARES)
     else:
         PARTS: tl.constexpr = 2 if GATE else 1
@@ -205,9 +177,9 @@ def _small_linear_kernel(
                 acc += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATE:
                     up += tl.load(part + M * TILE_N, mask=inside, other=0.0, cache_modifier=".cg")
-            acc = _scaled(acc, of_acc, is_known, SCALES)
+            acc = scaled(acc, of_acc, is_known, SCALES)
             if GATE:
-                up = _scaled(up, of_up, is_known, SCALES)
+                up = scaled(up, of_up, is_known, SCALES)
             _finish(acc, up, scale, to, own_squares, keep, X_SCALES or NORM > 0, GATE, ADD, SQUARES)
             tl.store(arrivals + tile, 0)
 
@@ -234,18 +206,15 @@ def small_linear(
     x, x_scales = x if isinstance(x, Fp8) else (x, None)
     assert x_scales is None or norm is None, "normed before it was rounded"
     rows, depth = x.shape
-    weight, scales = weight if isinstance(weight, Fp8) else (weight, None)
-    by_group = scales is not None and len(scales) > 1
-    assert not by_group or GROUP % config.tile_k == 0, "a tile may not lie in two groups"
+    weight, scales, kind = operand(weight, config.tile_k)
     columns, tile = out.shape[1], config.tile_n // (2 if gate else 1)
     overlap = overlaps(x.device)
     _small_linear_kernel[(triton.cdiv(columns, tile), config.splits)](
-        out, x, weight, x if x_scales is None else x_scales,
-        weight if scales is None else scales, *scratch,
+        out, x, weight, x if x_scales is None else x_scales, scales, *scratch,
         norm.squares if norm else x, x if squares is None else squares,
         rows, columns, depth, norm.tiles if norm else 0, norm.eps if norm else 0.0,
         x.stride(0), weight.stride(0), out.stride(0), len(weight),
-        X_SCALES=x_scales is not None, SCALES=0 if scales is None else 1 + by_group, GROUP=GROUP,
+        X_SCALES=x_scales is not None, SCALES=kind, GROUP=GROUP,
         M=max(16 if x_scales is None else _LEAST_E4M3_ROWS, triton.next_power_of_2(rows)),
         TILE_N=tile, TILE_K=config.tile_k, SPLITS=config.splits,
         NORM=triton.next_power_of_2(norm.tiles) if norm else 0,
