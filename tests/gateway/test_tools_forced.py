@@ -111,6 +111,44 @@ def test_what_no_grammar_can_hold_to_is_an_error_of_strict_tools_alone(
     assert "cannot be used" in check(strict, TOKENIZER).error
 
 
+A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+B = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({"$ref": "#/$defs/a", "$defs": {"a": A}}, {"a": 1}, {"a": "1"}),
+        ({"anyOf": [A, B]}, {"b": None}, {"b": 1}),
+        ({"type": "object", "allOf": [A, B]}, {"a": 1, "b": None}, {"a": 1}),
+        ({"type": "object", "properties": {}, "required": ["z"]}, {"z": 1}, {}),
+        ({"type": None, "properties": None, "required": None}, {}, {"z": 1}),
+        ({"type": "object", "properties": []}, {}, {"z": 1}),
+        (
+            {"properties": {"a": {"type": "integer", "required": True, "enum": None}}},
+            {"a": 1},
+            {"a": "1"},
+        ),
+        ({"properties": {"required": {"const": None}}}, {"required": None}, {"required": 1}),
+        ({"properties": {"a": {"enum": [{"b": None}]}}}, {"a": {"b": None}}, {"a": {}}),
+    ],
+)
+def test_whatever_a_schema_asks_for_can_be_written(
+    parameters: dict, good: object, bad: object
+) -> None:
+    grammar = forced_grammar(HermesParser, [Tool("f", parameters=parameters)], several=False)
+    assert check(grammar, TOKENIZER).error == ""
+    assert allows(grammar, written(HermesParser, ("f", good)))
+    assert not allows(grammar, written(HermesParser, ("f", bad)))
+
+
+def test_a_schema_that_is_none_is_told_without_lines_of_a_grammar_that_nobody_sent() -> None:
+    tool = Tool("f", parameters={"properties": {"a": "string"}})
+    grammar = forced_grammar(HermesParser, [tool], several=False)
+    said = check(grammar, TOKENIZER).error
+    assert said == "The schema of a function cannot be used: it is malformed."
+
+
 def test_a_thinking_model_may_or_must_end_its_thinking_first() -> None:
     call = written(HermesParser, ("other", {}))
     for name, opened, good, bad in (

@@ -25,6 +25,10 @@ _SPELLING: dict[str, Json] = {
     "key_separator": ": ",
 }
 """As templates write JSON, and no endless white space."""
+_ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf", "if")
+"""Keywords by which a schema names properties that are not its own."""
+_VALUES = ("const", "default", "enum", "examples")
+"""Keywords that hold values and no schemas."""
 _LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 
 
@@ -86,24 +90,51 @@ def _literal(text: str) -> str:
 
 
 def _schema(tool: Tool) -> dict[str, Json]:
-    """The tool's schema; what it does not name is left out, which every schema that allows it
-    allows too. Keywords that no grammar can hold a model to are an error for a strict tool alone:
-    hosts of tools write what they like."""
-    parameters = tool.parameters if tool.strict else _without_lookaround(tool.parameters)
+    """The tool's schema; what it does not name is left out, where it names all that it asks for.
+    Keywords that no grammar can hold a model to are an error for a strict tool alone: hosts of
+    tools write what they like."""
+    parameters = tool.parameters if tool.strict else _bearable(tool.parameters)
     schema: dict[str, Json] = {"type": "object", "properties": {}, **parameters}
-    schema.setdefault("additionalProperties", False)
+    if _names_all(schema):
+        schema.setdefault("additionalProperties", False)
     return {**schema, "x-guidance": {**_SPELLING, "lenient": not tool.strict}}
 
 
-def _without_lookaround(schema: dict[str, Json]) -> dict[str, Json]:
+def _names_all(schema: dict[str, Json]) -> bool:
+    """Whether every property that the schema requires is among its own."""
+    if any(keyword in schema for keyword in _ELSEWHERE):
+        return False
+    properties, required = schema["properties"], schema.get("required")
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return True
+    return all(isinstance(name, str) and name in properties for name in required)
+
+
+def _bearable(schema: dict[str, Json]) -> dict[str, Json]:
+    """Without what is written by mistake and means nothing: null for what is absent, an empty list
+    of properties, as PHP writes an empty object, and `required` that says yes or no."""
     return {
-        name: _within(value)
+        name: value if name in _VALUES else _within(value)
         for name, value in schema.items()
-        if not (name == "pattern" and isinstance(value, str) and _LOOKAROUND.search(value))
+        if not _is_void(name, value)
     }
+
+
+def _is_void(name: str, value: Json) -> bool:
+    match name:
+        case "pattern" if isinstance(value, str):
+            return _LOOKAROUND.search(value) is not None
+        case "properties" | "$defs" | "definitions":
+            return value is None or value == []
+        case "const":
+            return False
+        case "required":
+            return value is None or isinstance(value, bool)
+        case _:
+            return value is None
 
 
 def _within(value: Json) -> Json:
     if isinstance(value, dict):
-        return _without_lookaround(value)
+        return _bearable(value)
     return [_within(each) for each in value] if isinstance(value, list) else value

@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 import threading
-from typing import Literal
 
 import msgspec
 from forebay_shared.sampling import Grammar
@@ -53,12 +52,12 @@ def check(grammar: Grammar, tokenizer: LLTokenizer) -> Verdict:
     try:
         text = translate(grammar)
     except (ValueError, RecursionError) as error:
-        return Verdict(error=explain(grammar.kind, str(error)))
+        return Verdict(error=explain(grammar, str(error)))
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        return Verdict(error=explain(grammar.kind, matcher.get_error()))
+        return Verdict(error=explain(grammar, matcher.get_error()))
     return Verdict(grammar=text)
 
 
@@ -141,12 +140,13 @@ _NAMES = {
     "choice": "The list of choices",
     "lark": "The grammar",
 }
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 
-def explain(kind: Kind, error: str) -> str:
+def explain(grammar: Grammar, error: str) -> str:
     """llguidance's message in plain words: it names the keyword, and quotes nothing else."""
-    return f"{_NAMES[kind]} cannot be used: {_reason(error)}."
+    if grammar.field == "tools":  # the gateway wrote it: its lines say nothing to a client
+        return f"The schema of a function cannot be used: {_reason(_PLACE.sub('', error))}."
+    return f"{_NAMES[grammar.kind]} cannot be used: {_reason(error)}."
 
 
 def _reason(error: str) -> str:

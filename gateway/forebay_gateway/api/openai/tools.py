@@ -170,7 +170,7 @@ def _function(function: FunctionDefinition, at: str) -> Tool:
             param=f"{at}.name",
         )
     parameters = function.parameters or {}
-    if parameters.get("type", "object") != "object":
+    if parameters.get("type") not in (None, "object"):
         raise InvalidRequestError(
             f"{at}.parameters must be the JSON schema of an object.", param=f"{at}.parameters"
         )
