@@ -8,14 +8,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from forebay_shared.settings import StartError
+from forebay_shared.settings import Secret, StartError
 from forebay_shared.tracing import opened
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from serve_house import Serve, until
+from serve_house import Admin, Serve, until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CANARY = "canary-8d1f"
+TEAM = {"organisations": [{"id": "o", "teams": [{"id": "red", "keys": [{"name": "k"}]}]}]}
 
 
 class Collector(ThreadingHTTPServer):
@@ -66,10 +67,17 @@ def test_a_call_and_its_sequence_are_one_tree_under_the_clients_span(
     )
     try:
         house.wait_ready()
-        answer = house.client().chat.completions.create(
-            model=house.model,
-            messages=[{"role": "user", "content": CANARY}],
-            extra_headers={"traceparent": f"00-{TRACE}-{PARENT}-01"},
+        admin_key = (tmp_path / "admin-key").read_text().strip()
+        tokens = Admin(house, Secret(admin_key)).call("POST", "apply", TEAM)["tokens"]
+        (team_key,) = tokens.values()
+        answer = (
+            house.client()
+            .with_options(api_key=team_key)
+            .chat.completions.create(
+                model=house.model,
+                messages=[{"role": "user", "content": CANARY}],
+                extra_headers={"traceparent": f"00-{TRACE}-{PARENT}-01"},
+            )
         )
         assert answer.usage is not None
         names = {"POST chat_completions", "generate", "queue", "prefill", "decode"}
@@ -89,7 +97,8 @@ def test_a_call_and_its_sequence_are_one_tree_under_the_clients_span(
     assert facts["gen_ai.response.finish_reasons"].string_value == "stop"
     sent = b"".join(collector.bodies)
     assert CANARY.encode() not in sent
-    assert house.key.encode() not in sent
+    assert not [key for key in (house.key, admin_key, team_key) if key.encode() in sent]
+    assert not [key for key in (admin_key, team_key) if key.rpartition("-")[2].encode() in sent]
 
 
 def test_without_an_endpoint_nothing_is_made_and_no_exporter_loaded() -> None:
