@@ -6,17 +6,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?"a directory for the results"}
-mkdir -p "$out"
-export PYTHONPATH=worker:shared
-python=${PYTHON:-python3}
-status=0
-
-part() { # NAME COMMAND...
-  local name=$1; shift
-  echo "== $name"
-  "$@" > "$out/$name.log" 2>&1 || { status=1; echo "failed"; }
-  tail -n "${LINES_SHOWN:-25}" "$out/$name.log"
-}
+. benchmarks/parts.sh
 
 part tests $python -m pytest --confcutdir=tests/kernels -o addopts=--import-mode=importlib -p no:cacheprovider -q \
   tests/kernels/test_expert_kernels.py tests/kernels/test_card_ops.py

@@ -9,12 +9,13 @@ from functools import partial
 
 import torch
 from forebay_worker.kernels import fp8
-from forebay_worker.kernels.fp8 import GROUP, Fp8
+from forebay_worker.kernels.fp8 import GROUP, Fp8, Numbers
 from forebay_worker.kernels.fp8_linear import Fp8Config, fp8_linear, own_fp8_linear
 from forebay_worker.kernels.linear_table import _config, _e4m3_config
 from forebay_worker.kernels.quantize import quantize, rms_norm_quantize, silu_mul_quantize
 from forebay_worker.kernels.small_linear import (
     MOST_E4M3_ROWS,
+    MOST_ROWS,
     LinearConfig,
     make_scratch,
     small_linear,
@@ -71,6 +72,13 @@ def weight_of(columns: int, depth: int, *, grouped: bool) -> Fp8:
     return Fp8(whole.values, whole.scale.expand(-(-depth // GROUP), columns).contiguous())
 
 
+def _seconds(
+    x: Numbers, weights: list[Fp8], out: torch.Tensor, config: LinearConfig, most_rows: int
+) -> float:
+    scratch = make_scratch(out.shape[1], config, DEVICE, most_rows)
+    return time_launches([partial(small_linear, x, w, out, scratch, config) for w in weights])
+
+
 def bench_few(peak: Peak, sweep: bool) -> Iterator[Row]:
     """Bytes of the weight bound it: half of bfloat16's."""
     for (columns, depth), grouped in itertools.product(LINEARS, (False, True)):
@@ -84,11 +92,7 @@ def bench_few(peak: Peak, sweep: bool) -> Iterator[Row]:
             for config in FEW_SWEEP if sweep else [_config(columns, depth)]:
                 if grouped and GROUP % config.tile_k:
                     continue
-                scratch = make_scratch(columns, config, DEVICE)
-                launches: list[Launch] = [
-                    partial(small_linear, x, w, out, scratch, config) for w in weights
-                ]
-                seconds = time_launches(launches)
+                seconds = _seconds(x, weights, out, config, MOST_ROWS)
                 yield peak.row(f"small_linear {kind}", shape, config, seconds, size)
             if not grouped and not sweep:
                 whole = [partial(_both, x, w) for w in weights]
@@ -110,11 +114,7 @@ def bench_more(peak: Peak, sweep: bool) -> Iterator[Row]:
             out = torch.empty(rows, columns, device=DEVICE, dtype=BF16)
             shape = f"{rows}x{depth}->{columns}"
             for config in MORE_SWEEP if sweep else [_e4m3_config(columns, grouped=grouped)]:
-                scratch = make_scratch(columns, config, DEVICE, MOST_E4M3_ROWS)
-                launches: list[Launch] = [
-                    partial(small_linear, x, w, out, scratch, config) for w in weights
-                ]
-                seconds = time_launches(launches)
+                seconds = _seconds(x, weights, out, config, MOST_E4M3_ROWS)
                 yield peak.row(f"small_linear {kind}", shape, config, seconds, size)
             if not grouped and not sweep:
                 theirs: list[Launch] = [partial(fp8_linear, x, w, None, BF16) for w in weights]

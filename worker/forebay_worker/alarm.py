@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-_FIRST = signal.SIGSTKFLT  # no processor of today raises it
+# No processor of today raises it. Systems without it have no timers of this kind either.
+_FIRST: signal.Signals = getattr(signal, "SIGSTKFLT", signal.SIGALRM)
 GRACE_S = float(_FIRST)
 """From the first signal to the end: `alarm`, its handler, takes its number for seconds."""
 EXIT_CODE = int(signal.SIGALRM)

@@ -70,7 +70,7 @@ def read(document: object, directory: Directory) -> list[Entry]:
     seen: set[str] = set()
     for entry, where in _flatten(cast(Tree, document), "", {}, ""):
         if isinstance(entry, Key):
-            entry = _known_key(entry, names, where)
+            entry = _known_key(entry, names)
         place = place_of(entry)
         if place in seen:
             raise InvalidRequestError(f"{where} is there twice: {_label(entry)}.", param=where)
@@ -193,7 +193,7 @@ def _entry(kind: Kind, own: Tree, parents: Mapping[str, str], at: str) -> Entry:
     return parse(kind, {**own, **parents}, at)
 
 
-def _known_key(key: Key, names: Mapping[tuple[str, str, str], Key], where: str) -> Key:
+def _known_key(key: Key, names: Mapping[tuple[str, str, str], Key]) -> Key:
     known = names.get((key.team, key.organisation, key.name))
     if known is None:
         whole = "\0".join((key.team, key.organisation, key.name)).encode()
