@@ -26,6 +26,7 @@ from forebay_worker.main import run
 sys.exit(run(WorkerSettings(
     engine="echo", redis_url=Secret(sys.argv[1]), echo_delay_ms=float(sys.argv[2]),
     drain_timeout_s=float(sys.argv[3]), echo_cache_blocks=int(sys.argv[4]),
+    enable_lora=len(sys.argv) > 6, lora_modules=tuple(sys.argv[6:]),
 )))
 """
 
@@ -40,9 +41,10 @@ class WorkerProcess:
         drain_s: float = 5.0,
         cache_blocks: int = 0,
         lease_s: float = 0.0,
+        adapters: Sequence[str] = (),
     ) -> None:
         options = [str(delay_ms), str(drain_s), str(cache_blocks), str(lease_s)]
-        arguments = [sys.executable, "-c", _WORKER, url, *options]
+        arguments = [sys.executable, "-c", _WORKER, url, *options, *adapters]
         self.process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
 
     def send(self, number: signal.Signals) -> None:
@@ -62,12 +64,15 @@ def workers(
     drain_s: float = 5.0,
     cache_blocks: int = 0,
     lease_s: float = 0.0,
+    adapters: Sequence[str] = (),
 ) -> Iterator[list[WorkerProcess]]:
     """Starts `count` workers; kills what is left of them. The list may grow meanwhile.
 
-    `lease_s` takes the place of the usual lease, in the workers.
+    `lease_s` takes the place of the usual lease, in the workers; `adapters` are NAME=PATH each.
     """
-    running = [WorkerProcess(url, delay_ms, drain_s, cache_blocks, lease_s) for _ in range(count)]
+    running = [
+        WorkerProcess(url, delay_ms, drain_s, cache_blocks, lease_s, adapters) for _ in range(count)
+    ]
     try:
         yield running
     finally:
@@ -108,11 +113,12 @@ def job(
     tokens: int = 8,
     n: int = 1,
     cache_salt: str = "",
+    model: str = "echo",
 ) -> Job:
-    """A job for the echo model."""
+    """A job for the echo model, or an adapter of it."""
     return Job(
         request_id=keys.incarnation(),
-        card=backend.roster.find("echo"),
+        card=backend.roster.find(model),
         prompt=list(prompt),
         sampling=SamplingParams(max_tokens=tokens),
         n=n,

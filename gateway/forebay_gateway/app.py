@@ -70,7 +70,7 @@ def create_app(
     backend.roster.on_card(learn)
 
     async def warm() -> None:
-        await renderers.warm(backend.roster.cards())
+        await renderers.warm([card for card in backend.roster.cards() if card.adapter is None])
 
     posts = {
         **generation_apps(OpenAIService(turns), settings.max_body_bytes),

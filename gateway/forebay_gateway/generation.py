@@ -6,6 +6,7 @@ It goes on with the ids that were emitted. It knows no text.
 from typing import TYPE_CHECKING
 
 import msgspec
+from forebay_shared.blocks import root_hash
 from forebay_shared.models import CAP_RESUME
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import Started, Submit, pack_ids
@@ -27,7 +28,8 @@ class Generation(Attempts[Event]):
         self._traceparent = dispatcher.traceparent()
         self.job = job
         scored = job.sampling.prompt_logprobs is not None
-        self._prompt = Prompt(pack_ids(job.prompt), job.card.revision, job.cache_salt, whole=scored)
+        root = root_hash(job.card.revision, job.card.adapter_revision, job.cache_salt)
+        self._prompt = Prompt(pack_ids(job.prompt), root, whole=scored)
         super().__init__(dispatcher, job, self._ledger)
 
     def stop(self, index: int) -> None:
@@ -63,6 +65,7 @@ class Generation(Attempts[Event]):
             traceparent=self._traceparent,
             metered=job.toll is not None,
             suspect=self.suspect,
+            adapter=job.card.adapter.name if job.card.adapter is not None else "",
         )
 
     def _sampling(self) -> SamplingParams:

@@ -127,13 +127,14 @@ class Roster:
         self._publisher = publisher
         self._metrics = metrics
         self._workers: dict[str, Worker] = {}
-        self._cards: dict[str, ModelCard] = {}
+        self._cards: dict[str, tuple[ModelCard, ...]] = {}
+        """By hash: a worker's card, and behind it those of its adapters."""
         self._card_seen_at: dict[str, float] = {}
         self._listeners: list[Callable[[str], None]] = []
         self._learners: list[Callable[[ModelCard], None]] = []
         self._changed = asyncio.Event()
         self._snapshots = -1
-        self._pools: dict[tuple[str, str], Pool[Worker]] = {}
+        self._pools: dict[tuple[str, str, str], Pool[Worker]] = {}
         self._loading = Loading()
         self._joined = False
         self._unmet: set[str] = set()
@@ -155,7 +156,8 @@ class Roster:
         return list(self._workers)
 
     def cards(self) -> list[ModelCard]:
-        """One card per served model, by main name; models long without a worker are gone."""
+        """One card per served model or adapter, by main name; those long without a worker are
+        gone."""
         cards: dict[str, ModelCard] = {}
         for card in self._known():
             cards.setdefault(card.name, card)
@@ -192,7 +194,7 @@ class Roster:
 
     def candidates(self, card: ModelCard) -> Pool[Worker]:
         """The workers that may take a request for `card`: they give the same answers."""
-        key = (card.revision, card.name)
+        key = (card.revision, card.name, card.adapter_revision)
         pool = self._pools.get(key)
         if pool is None:
             if len(self._pools) >= MAX_POOLS:
@@ -204,10 +206,7 @@ class Roster:
         able = [
             worker
             for worker in self._workers.values()
-            if worker.open
-            and worker.card is not None
-            and worker.card.revision == card.revision
-            and card.name in worker.card.names
+            if worker.open and worker.card is not None and worker.card.answers(card)
         ]
         return [worker for worker in able if not worker.slow] or able
 
@@ -273,7 +272,7 @@ class Roster:
         worker.digest = beacon.digest
         if worker.card_hash != beacon.card or worker.card is None:
             worker.card_hash = beacon.card
-            worker.card = self._cards.get(beacon.card)
+            worker.card = next(iter(self._cards.get(beacon.card, ())), None)
             self._pools.clear()
             if worker.card is None:
                 self._fetch_card(worker)
@@ -316,7 +315,7 @@ class Roster:
             if card is None or worker.card_hash != wanted:
                 return
             was_open = worker.open
-            self._cards[wanted] = worker.card = card
+            worker.card, self._cards[wanted] = card, tuple(card.served())
             self._pools.clear()
             self._card_seen_at[wanted] = worker.seen_at
             for learner in self._learners:
@@ -365,10 +364,12 @@ class Roster:
             listener(name)
 
     def _known(self) -> Iterator[ModelCard]:
-        """Cards of live workers, then those of workers that went away."""
-        live = {worker.card_hash: worker.card for worker in self._workers.values() if worker.card}
-        yield from live.values()
-        yield from (card for key, card in self._cards.items() if key not in live)
+        """Cards of live workers, then those of workers that went away; of one worker the model's
+        first, then its adapters'."""
+        live = dict.fromkeys(each.card_hash for each in self._workers.values() if each.card)
+        gone = (key for key in self._cards if key not in live)
+        for key in (*live, *gone):
+            yield from self._cards.get(key, ())
 
     def _drop_old_cards(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from forebay_shared.blocks import ID_BYTES, PromptBlocks, root_hash
+from forebay_shared.blocks import ID_BYTES, PromptBlocks
 from forebay_shared.telemetry import GatewayMetrics
 
 from forebay_gateway.prefix_index import Chain, PrefixIndex, Tier
@@ -47,17 +47,14 @@ W = TypeVar("W", bound=Numbered)
 
 
 class Prompt:
-    """A prompt's ids, as `wire.pack_ids` has them, for a model. Under another `cache_salt` equal
+    """A prompt's ids, as `wire.pack_ids` has them. Under another `root` (`blocks.root_hash`) equal
     prompts share nothing; one with `whole` must be computed whole, whatever is cached."""
 
-    __slots__ = ("_blocks", "_cache_salt", "_revision", "_whole", "packed")
+    __slots__ = ("_blocks", "_root", "_whole", "packed")
 
-    def __init__(
-        self, packed: bytes, revision: str, cache_salt: str = "", *, whole: bool = False
-    ) -> None:
+    def __init__(self, packed: bytes, root: bytes, *, whole: bool = False) -> None:
         self.packed = packed
-        self._revision = revision
-        self._cache_salt = cache_salt
+        self._root = root
         self._whole = whole
         self._blocks: dict[int, Chain] = {}
 
@@ -68,8 +65,7 @@ class Prompt:
     def blocks(self, block_size: int) -> Chain:
         chain = self._blocks.get(block_size)
         if chain is None:
-            root = root_hash(self._revision, "", self._cache_salt)
-            chain = () if self._whole else PromptBlocks(self.packed, block_size, root)
+            chain = () if self._whole else PromptBlocks(self.packed, block_size, self._root)
             self._blocks[block_size] = chain
         return chain
 

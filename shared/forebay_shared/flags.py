@@ -71,6 +71,11 @@ class Option:
         return value
 
     @property
+    def takes_many(self) -> bool:
+        """Several values may follow one flag, as vLLM has it."""
+        return bool((self.meta.extra or {}).get("many"))
+
+    @property
     def expected(self) -> str:
         """What a right value is, in words."""
         if self.choices:
@@ -149,7 +154,12 @@ def add_flags(
         else:
             shown = "{" + ",".join(option.choices) + "}" if option.choices else _metavar(option)
             home.add_argument(
-                option.flag, dest=option.name, action="append", metavar=shown, help=text
+                option.flag,
+                dest=option.name,
+                action="extend" if option.takes_many else "append",
+                nargs="+" if option.takes_many else None,
+                metavar=shown,
+                help=text,
             )
 
 

@@ -6,7 +6,8 @@ another host needs no model files.
 """
 
 import hashlib
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Self
 
 import msgspec
 
@@ -25,6 +26,10 @@ CAP_DIGESTS = "digests"
 """The engine tells what its prefix cache holds."""
 CAP_TEXT = "text"
 """The engine takes and gives text: its card has no tokenizer, and its work is SubmitText."""
+CAP_ADAPTERS = "adapters"
+"""The engine has the adapters that its card names: a Submit may ask for one."""
+
+_OF_THE_MODEL_ALONE = frozenset({CAP_ADAPTERS, CAP_EMBED})
 
 
 class EmbeddingCard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,6 +50,20 @@ class EmbeddingCard(msgspec.Struct, frozen=True, omit_defaults=True):
     sizes: tuple[int, ...] = ()
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter: small matrices that are added to a model's; to clients a model of its own.
+
+    Attributes:
+        name: its public name.
+        revision: hash over its weights and config; a part of the root of its block hashes.
+        root: what its directory is called, without the path to it, which is nobody's business.
+    """
+
+    name: str
+    revision: str
+    root: str = ""
+
+
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A served model. Two workers with equal `revision` give equal answers and share a prefix
     index.
@@ -61,6 +80,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         capabilities: what the engine can do (the CAP_ constants); the gateway refuses the rest.
         embedding: the vectors that it makes, where it has CAP_EMBED.
         parameters: of CAP_TEXT: the fields of a request that whatever is behind the engine takes.
+        adapters: those over the model, where it has CAP_ADAPTERS.
+        adapter, parent: of a card of `served` for an adapter: which one, and the model's main name.
+            Never sent.
     """
 
     names: tuple[str, ...]
@@ -80,6 +102,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     capabilities: frozenset[str] = frozenset({CAP_GENERATE, CAP_RESUME})
     embedding: EmbeddingCard | None = None
     parameters: frozenset[str] = frozenset()
+    adapters: tuple[Adapter, ...] = ()
+    adapter: Adapter | None = None
+    parent: str = ""
 
     @property
     def speaks_text(self) -> bool:
@@ -88,6 +113,34 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def adapter_revision(self) -> str:
+        """Empty for the model itself."""
+        return self.adapter.revision if self.adapter is not None else ""
+
+    def served(self) -> Iterator[Self]:
+        """What a worker of this card serves: the model, then the model with each adapter."""
+        yield self
+        for adapter in self.adapters:
+            yield msgspec.structs.replace(
+                self,
+                names=(adapter.name,),
+                capabilities=self.capabilities - _OF_THE_MODEL_ALONE,
+                embedding=None,
+                adapters=(),
+                adapter=adapter,
+                parent=self.name,
+            )
+
+    def answers(self, card: "ModelCard") -> bool:
+        """Whether a worker of this card gives the answers of `card`, which is one of `served`."""
+        if self.revision != card.revision:
+            return False
+        if card.adapter is None:
+            return card.name in self.names
+        wanted = (card.adapter.name, card.adapter.revision)
+        return any((adapter.name, adapter.revision) == wanted for adapter in self.adapters)
 
 
 def content_hash(data: bytes) -> str:

@@ -275,6 +275,8 @@ def _embedding_program(settings: ServeSettings) -> Program:
         kv_cache_dtype="auto",
         max_model_len=0,
         max_num_batched_tokens=0,
+        enable_lora=False,
+        lora_modules=(),
         chat_template="",
         generation_config="auto",
         override_generation_config="",

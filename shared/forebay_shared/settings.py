@@ -201,6 +201,15 @@ class WorkerSettings:
         bool, Meta(description="fill free KV blocks with NaN: what reads there fails its request")
     ] = False
     seed: Annotated[int, Meta(ge=0, description="seed of dummy weights")] = 0
+    enable_lora: Annotated[bool, Meta(description="serve LoRA adapters over the model")] = False
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="adapters, each as name=path: a PEFT directory; several, or repeatable",
+            extra={"many": True},
+        ),
+    ] = ()
+    max_lora_rank: Annotated[int, Meta(ge=1, description="rank of an adapter at most")] = 16
     chat_template: Annotated[
         str, Meta(description="file with a Jinja chat template instead of the model's")
     ] = ""

@@ -88,6 +88,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, kw_o
     """It has a Hold in Redis, which the worker settles when its gateway is gone."""
     suspect: bool = False
     """Workers were lost under it: it is to be begun alone."""
+    adapter: str = ""
+    """The name of one on the worker's card; empty: the model itself answers."""
 
     @property
     def num_tokens(self) -> int:

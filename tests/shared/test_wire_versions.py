@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from forebay_shared.asked import AskedCall, AskedFunction, AskedMessage, Chat, Prompt
 from forebay_shared.books import UsageRecord
-from forebay_shared.models import EmbeddingCard, ModelCard
+from forebay_shared.models import Adapter, EmbeddingCard, ModelCard
 from forebay_shared.packets import CACHE, CHANGES, REPLY, ROSTER, WORK, Codec
 from forebay_shared.sampling import Grammar, SamplingParams
 from forebay_shared.wire import (
@@ -96,6 +96,10 @@ SAMPLES: dict[str, list[Any]] = {
             request_id="r", attempt=3, gateway="g", prompt=b"", sampling=SamplingParams(),
             suspect=True,
         ),
+        Submit(
+            request_id="r", attempt=1, gateway="g", prompt=b"", sampling=SamplingParams(),
+            adapter="sql",
+        ),
         SubmitText(
             request_id="r", attempt=3, gateway="g", asked=Prompt("hello"),
             sampling=SamplingParams(), suspect=True,
@@ -141,7 +145,13 @@ SAMPLES: dict[str, list[Any]] = {
             bos_token_id=1, chat_template="c", template_tokens={"eos_token": "</s>"},
             generation_defaults={"temperature": 0.6}, capabilities=frozenset({"generate"}),
             embedding=EmbeddingCard(8, "cls", False, True, (4, 8)),
-        )
+        ),
+        ModelCard(
+            names=("m",), revision="v", family="llama", engine="native", tokenizer="t",
+            vocab_size=100, max_model_len=2048, block_size=16, created=1,
+            capabilities=frozenset({"adapters", "generate"}),
+            adapters=(Adapter("sql", "1f", "sql-lora"), Adapter("plain", "2f")),
+        ),
     ],
     "record": [UsageRecord(id="r", at=1.5, team="t", outcome="cancelled", input_tokens=3, cost=7)],
 }  # fmt: skip

@@ -29,6 +29,14 @@ def test_the_echo_engine_keeps_every_rule() -> None:
     assert run.returncode == 0, run.stdout
 
 
+def test_the_echo_engine_keeps_the_rules_of_adapters() -> None:
+    settings = ["enable_lora=true", "lora_modules=loud=/srv/loud", "echo_cache_blocks=64"]
+    words = [word for setting in settings for word in ("--engine-setting", setting)]
+    run = conformance("--engine", "echo", *words, "-k", "adapter", "-rs")
+    assert run.returncode == 0, run.stdout
+    assert "SKIPPED" not in run.stdout
+
+
 def test_the_native_engine_keeps_every_rule(tmp_path: Path) -> None:
     make_model("llama", tmp_path, max_position_embeddings=4096)  # room for seconds of steps
     tokenizer = Tokenizer(models.WordLevel({f"w{at}": at for at in range(VOCAB)}, unk_token="w0"))

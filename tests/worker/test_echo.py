@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from forebay_shared.telemetry import EngineMetrics
 from forebay_shared.wire import Delta, Done, Failed, Reply, SequenceStart, Started, Submit, pack_ids
 from forebay_worker.engines.echo.engine import EchoEngine
 from forebay_worker.engines.echo.model import CHAT_TEMPLATE, END, SPACE
+from forebay_worker.engines.naming import expected_names
 from forebay_worker.engines.registry import build
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ from tokenizers import Tokenizer
 class Driven:
     """An engine and what it emitted."""
 
-    def __init__(self, **settings: int | float) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.engine = EchoEngine(WorkerSettings(engine="echo", **settings))
         self.replies: list[Reply] = []
         self._arrived = threading.Condition()
@@ -189,6 +191,56 @@ def test_its_tokenizer_and_template_give_any_text_back() -> None:
     assert len(ids) == 5
     assert END in ids
     assert tokenizer.get_vocab_size() == engine.card.vocab_size
+
+
+def test_with_an_adapter_it_answers_in_capitals() -> None:
+    driven = Driven(enable_lora=True, lora_modules=("loud=/srv/loud",))
+    tokenizer = Tokenizer.from_buffer(driven.engine.blobs[driven.engine.card.tokenizer])
+    prompt = tokenizer.encode("hello, World").ids
+    driven.engine.submit(msgspec.structs.replace(_submit(prompt, max_tokens=12), adapter="loud"))
+    tokens = [reply.token_ids[0] for reply in driven.ended(1) if isinstance(reply, Delta)]
+    assert tokenizer.decode(tokens) == "HELLO, WORLD"
+    driven.engine.stop(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"enable_lora": True}, "--enable-lora: name the adapters, as --lora-modules NAME=PATH"),
+        ({"lora_modules": ("a=/b",)}, "--lora-modules: needs --enable-lora"),
+        ({"enable_lora": True, "lora_modules": ("a",)}, "--lora-modules: 'a' is not NAME=PATH"),
+        (
+            {"enable_lora": True, "lora_modules": ("a=/b", "a=/c")},
+            "--lora-modules: a is there twice",
+        ),
+        (
+            {"enable_lora": True, "lora_modules": ("echo=/b",)},
+            "--lora-modules: echo is the model's own name",
+        ),
+        (
+            {"enable_lora": True, "lora_modules": ("a=/b",), "runner": "pooling"},
+            "--lora-modules: the engine echo serves no adapters here.",
+        ),
+        *(
+            (
+                {"enable_lora": True, "lora_modules": ("a=/b",), "engine": engine},
+                f"--lora-modules: the engine {engine} serves no adapters here.",
+            )
+            for engine in ("http", "vllm")
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_are_one_line(settings: dict, said: str) -> None:
+    with pytest.raises(StartError) as raised:
+        build(WorkerSettings(**{"engine": "echo", **settings}))
+    assert str(raised.value) == said
+
+
+def test_names_of_adapters_are_announced_before_the_model_is_loaded() -> None:
+    given = WorkerSettings(
+        model="org/Tiny", enable_lora=True, lora_modules=("sql=/srv/a", "law=/srv/b")
+    )
+    assert expected_names(given) == ("org/tiny", "sql", "law")
 
 
 def test_an_engine_is_found_by_name_and_an_unknown_one_is_named() -> None:

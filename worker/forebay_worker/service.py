@@ -57,14 +57,21 @@ _POLL_S = 0.05
 
 RequestKey = tuple[str, int]
 
+_LACKS: dict[type[Task], str] = {
+    Encode: "make embeddings",
+    SubmitText: "speak text",
+    Submit: "have this adapter",
+}
+
 
 @dataclass(slots=True)
 class _Open:
     """A request that has not ended. `left`: sequences that have not; `traceparent`: where their
-    spans belong, if they are traced."""
+    spans belong, if they are traced; `model`: what the client calls what answers."""
 
     left: int
     traceparent: str
+    model: str
 
 
 class Service:
@@ -206,7 +213,8 @@ class Service:
             self._seen.popitem(last=False)
         traceparent = "" if isinstance(work, Encode) else work.traceparent
         requests = self._open.setdefault(work.gateway, {})
-        requests[key] = _Open(work.num_sequences, traceparent)
+        model = (isinstance(work, Submit) and work.adapter) or self._engine.card.name
+        requests[key] = _Open(work.num_sequences, traceparent, model)
         if self._accepting is None:
             self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
         self._own.append((work.gateway, Accepted(*key)))
@@ -225,16 +233,18 @@ class Service:
             self._broke(work)
 
     def _begin(self, work: Task) -> None:
-        if isinstance(work, Submit):
+        if isinstance(work, Submit) and self._has(work.adapter):
             self._engine.submit(work)
         elif isinstance(work, SubmitText) and isinstance(self._engine, Teller):
             self._engine.submit_text(work)
         elif isinstance(work, Encode) and isinstance(self._engine, Encoder):
             self._engine.encode(work)
         else:
-            what = "make embeddings" if isinstance(work, Encode) else "speak text"
-            refusal = UnsupportedError(f"This engine does not {what}.")
+            refusal = UnsupportedError(f"This engine does not {_LACKS[type(work)]}.")
             self._refuse_all([(work.gateway, (work.request_id, work.attempt))], refusal)
+
+    def _has(self, adapter: str) -> bool:
+        return not adapter or any(each.name == adapter for each in self._engine.card.adapters)
 
     def cancel(self, work: Task, index: int | None) -> None:
         self._engine.cancel(work.request_id, work.attempt, index)
@@ -365,8 +375,9 @@ class Service:
 
     def _trace(self, request: _Open, reply: Done) -> None:
         if self._tracing is not None and request.traceparent:
-            model = self._engine.card.name
-            self._tracing.sequence(request.traceparent, model, reply.usage, reply.finish_reason)
+            self._tracing.sequence(
+                request.traceparent, request.model, reply.usage, reply.finish_reason
+            )
 
     def _overflowed(self, gateway: str) -> None:
         """Too much waits for a gateway: its requests end here, and it is told so when it can be."""

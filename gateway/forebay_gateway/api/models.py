@@ -21,7 +21,8 @@ _ASKED_BY_CODEX = "client_version"
 class ModelEntry(msgspec.Struct, frozen=True):
     """A model as /v1/models lists it. `created` is in seconds; `capabilities` say what it does,
     among them generate and embed. `deprecation` and `sunset` are the days from which its name is
-    deprecated and withdrawn, where that is known."""
+    deprecated and withdrawn, where that is known. An adapter has the model that it is over as its
+    `parent`, and what its directory is called as its `root`."""
 
     id: str
     created: int
@@ -31,6 +32,8 @@ class ModelEntry(msgspec.Struct, frozen=True):
     owned_by: str = "forebay"
     deprecation: str | msgspec.UnsetType = msgspec.UNSET
     sunset: str | msgspec.UnsetType = msgspec.UNSET
+    parent: str | msgspec.UnsetType = msgspec.UNSET
+    root: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -75,4 +78,6 @@ def _entry(listing: Listing) -> ModelEntry:
         capabilities=sorted(listing.capabilities),
         deprecation=(alias and alias.deprecated) or msgspec.UNSET,
         sunset=(alias and alias.sunset) or msgspec.UNSET,
+        parent=listing.parent or msgspec.UNSET,
+        root=listing.root or msgspec.UNSET,
     )

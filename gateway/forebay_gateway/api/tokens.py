@@ -109,7 +109,8 @@ class TokensService:
             return self._turns.catalog.find(name, caller), name
         if not (cards := self._turns.backend.roster.cards()):
             raise NoWorkerError("No worker is ready.", retry_after_s=1.0)
-        seen = [card for card in cards if any(map(caller.sees, card.names))]
+        models = [card for card in cards if card.adapter is None]
+        seen = [card for card in models if any(map(caller.sees, card.names))]
         if len(seen) != 1:
             raise InvalidRequestError(
                 "model is required: there is not exactly one served here.", param="model"

@@ -28,13 +28,16 @@ class Fleet(Cards, Protocol):
 
 
 class Listing(NamedTuple):
-    """A public name as a caller sees it. Of an alias: what holds for each of its targets."""
+    """A public name as a caller sees it. Of an alias: what holds for each of its targets. Of an
+    adapter: its model's main name as `parent`, and what its directory is called as `root`."""
 
     name: str
     created: int
     max_model_len: int
     capabilities: frozenset[str]
     alias: Alias | None = None
+    parent: str = ""
+    root: str = ""
 
 
 class Catalog:
@@ -67,7 +70,7 @@ class Catalog:
         then aliases."""
         aliases = self._directory.aliases(caller.team_id)
         found = [
-            _of_card(card, name)
+            _of_card(card, name, caller)
             for card in self._fleet.cards()
             for name in card.names
             if name not in aliases and caller.sees(name)
@@ -85,7 +88,7 @@ class Catalog:
         card = self.find(name, caller)
         alias = caller.route.alias if caller.route is not None else None
         shown = self._of_alias(alias, name) if alias is not None else None
-        return shown or _of_card(card, name)
+        return shown or _of_card(card, name, caller)
 
     def _alias(self, name: str, caller: Caller) -> Alias | None:
         """The alias of that name, if any; its headers go out with the answer."""
@@ -117,5 +120,9 @@ def _is_closed(alias: Alias, now: float) -> bool:
     return alias.disabled or is_withdrawn(alias, now)
 
 
-def _of_card(card: ModelCard, name: str) -> Listing:
-    return Listing(name, card.created, card.max_model_len, card.capabilities)
+def _of_card(card: ModelCard, name: str, caller: Caller) -> Listing:
+    listing = Listing(name, card.created, card.max_model_len, card.capabilities)
+    if card.adapter is None:
+        return listing
+    parent = card.parent if caller.sees(card.parent) else ""
+    return listing._replace(parent=parent, root=card.adapter.root)

@@ -105,6 +105,7 @@ class Driven:
         gateway: str = GATEWAY,
         cache_salt: str = "",
         priority: int = 0,
+        adapter: str = "",
     ) -> str:
         """Queues a request; its id."""
         request_id = self.name(gateway)
@@ -118,6 +119,7 @@ class Driven:
                 starts=starts or (SequenceStart(),),
                 cache_salt=cache_salt,
                 priority=priority,
+                adapter=adapter,
             )
         )
         return request_id

@@ -47,7 +47,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, submit: Submit) -> None:
-        """Queues a request. What is wrong with it is answered as Failed, never raised.
+        """Queues a request. What is wrong with it is answered as Failed, never raised. Where it
+        names an adapter, that is on the card: the service sees to it.
 
         The service has answered Accepted before; an engine's first event is Started or Failed.
         """

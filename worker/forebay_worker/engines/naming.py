@@ -3,6 +3,7 @@
 from forebay_shared.settings import WorkerSettings
 
 from forebay_worker.checkpoint import public_name
+from forebay_worker.engines.adapters import adapter_paths
 
 
 def names_of(settings: WorkerSettings) -> tuple[str, ...]:
@@ -11,7 +12,15 @@ def names_of(settings: WorkerSettings) -> tuple[str, ...]:
 
 
 def expected_names(settings: WorkerSettings) -> tuple[str, ...]:
-    """The names that the card will have, of any engine; () while only the engine can tell."""
+    """The names that will be served, of model and adapters; () while only the engine can tell.
+
+    Raises StartError for a wrong list of adapters.
+    """
+    names, adapters = _of_the_model(settings), tuple(adapter_paths(settings))
+    return names + adapters if names else ()
+
+
+def _of_the_model(settings: WorkerSettings) -> tuple[str, ...]:
     if settings.served_model_name:
         return settings.served_model_name
     if settings.engine in ("native", "vllm"):

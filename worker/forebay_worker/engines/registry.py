@@ -10,8 +10,10 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
 
+from forebay_shared.models import CAP_ADAPTERS
 from forebay_shared.settings import StartError, WorkerSettings
 
+from forebay_worker.engines.adapters import adapter_paths
 from forebay_worker.engines.base import Engine
 
 GROUP = "forebay.engines"
@@ -24,12 +26,25 @@ BUILT_IN = {
 }
 
 
+_WITHOUT_ADAPTERS = frozenset({"http", "vllm"})
+
 Factory = Callable[[WorkerSettings], Engine]
 
 
 def build(settings: WorkerSettings) -> Engine:
-    """The engine that `settings.engine` names. Raises StartError for an unknown name."""
-    return _factory(settings.engine)(settings)
+    """The engine that `settings.engine` names. Raises StartError for an unknown name, and for one
+    that has no adapters where some are asked for."""
+    wants_adapters = bool(adapter_paths(settings))
+    if wants_adapters and settings.engine in _WITHOUT_ADAPTERS:
+        raise _no_adapters(settings)
+    engine = _factory(settings.engine)(settings)
+    if wants_adapters and CAP_ADAPTERS not in engine.card.capabilities:
+        raise _no_adapters(settings)
+    return engine
+
+
+def _no_adapters(settings: WorkerSettings) -> StartError:
+    return StartError(f"--lora-modules: the engine {settings.engine} serves no adapters here.")
 
 
 def load_engine(name: str) -> Factory:

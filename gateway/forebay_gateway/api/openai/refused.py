@@ -133,7 +133,7 @@ _HINTS = {
     "grammar": "; use structured_outputs.grammar",
     "guided_decoding_backend": "; there is one backend",
     "json_schema": "; use response_format",
-    "lora_path": ": no adapters are served",
+    "lora_path": "; name the adapter as model",
     "max_new_tokens": "; use max_tokens",
     "n_predict": "; use max_tokens",
     "no_stop_trim": "; use include_stop_str_in_output",

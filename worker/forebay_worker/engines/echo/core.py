@@ -34,7 +34,7 @@ from forebay_worker.engine.cache_log import CacheLog
 from forebay_worker.engine.intake import checked_ids
 from forebay_worker.engine.ports import Event, Recorder
 from forebay_worker.engines.echo.cache import EchoCache
-from forebay_worker.engines.echo.model import SPACE
+from forebay_worker.engines.echo.model import CAPITALS, SPACE
 from forebay_worker.engines.echo.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class EchoCore:
         if cache_log is not None:
             blocks = settings.echo_cache_blocks
             self._cache = EchoCache(blocks, card.block_size, card.revision, cache_log)
+        self._adapters = {each.name: each.revision for each in card.adapters}
         self._waiting: deque[Sequence] = deque()
         self._waiting_tokens = 0
         self._running: list[Sequence] = []
@@ -217,7 +218,8 @@ class EchoCore:
             self._waiting_tokens -= len(sequence.prompt)
             sequence.started = now
             if self._cache is not None:
-                sequence.cached = self._cache.take(sequence.prompt, sequence.cache_salt)
+                adapter = self._adapters.get(sequence.adapter, "")
+                sequence.cached = self._cache.take(sequence.prompt, adapter, sequence.cache_salt)
                 self._cached_tokens += sequence.cached
             queued_ms = (now - sequence.arrived) * 1000
             started = Started(*sequence.key, sequence.index, sequence.cached, queued_ms)
@@ -246,6 +248,8 @@ class EchoCore:
             self._end(sequence, "length", None, now)
             return True
         token = prompt[(position + sequence.index) % len(prompt)]
+        if sequence.adapter:
+            token = CAPITALS.get(token, token)
         if token in sequence.enders:
             if position >= sequence.min_tokens:
                 self._end(sequence, "stop", token, now)

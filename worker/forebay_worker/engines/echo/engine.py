@@ -3,7 +3,8 @@ over.
 
 The token at output position p of sequence i is prompt[(p + i) mod length], a pure function of the
 prompt, so a resumed sequence goes on exactly where it was. An end-of-sequence or stop id in the
-prompt ends the answer, as it would a model's; before min_tokens a space stands in for it. The
+prompt ends the answer, as it would a model's; before min_tokens a space stands in for it. With any
+adapter, which is no more than a name here, it answers in capitals. The
 system tests and the load tests of the gateway run on it: it batches every running sequence into
 each step and makes well over 50,000 tokens/s.
 """
@@ -13,12 +14,14 @@ import time
 import msgspec
 from forebay_shared.errors import UnsupportedError
 from forebay_shared.models import (
+    CAP_ADAPTERS,
     CAP_DIGESTS,
     CAP_EMBED,
     CAP_GENERATE,
     CAP_LOGPROBS,
     CAP_RESUME,
     CAP_RESUME_SAMPLED,
+    Adapter,
     ModelCard,
     content_hash,
 )
@@ -26,6 +29,7 @@ from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import Encode, Load, Submit
 
 from forebay_worker.engine.loop import EngineLoop
+from forebay_worker.engines.adapters import adapter_paths, check_names
 from forebay_worker.engines.base import CacheLog, Emit, Recorder
 from forebay_worker.engines.echo import vectors
 from forebay_worker.engines.echo.core import EchoCore
@@ -115,9 +119,15 @@ class EchoEngine(LoopedEngine[Submit]):
 
 def _card(settings: WorkerSettings, tokenizer: str, template: str) -> ModelCard:
     """The card; `tokenizer` and `template` are their content hashes."""
-    digests = {CAP_DIGESTS} if settings.echo_cache_blocks else set[str]()
+    paths = adapter_paths(settings)
+    names = settings.served_model_name or (settings.model or "echo",)
+    check_names(paths, names)
+    able = {CAP_DIGESTS: settings.echo_cache_blocks > 0, CAP_ADAPTERS: bool(paths)}
+    capabilities = _CAPABILITIES[settings.runner]
+    if CAP_GENERATE in capabilities:
+        capabilities |= {name for name, can in able.items() if can}
     return ModelCard(
-        names=settings.served_model_name or (settings.model or "echo",),
+        names=names,
         revision="echo-1",
         family="echo",
         engine="echo",
@@ -129,6 +139,10 @@ def _card(settings: WorkerSettings, tokenizer: str, template: str) -> ModelCard:
         eos_token_ids=(END,),
         chat_template=template,
         template_tokens={"eos_token": SPECIALS[0]},
-        capabilities=_CAPABILITIES[settings.runner] | digests,
+        capabilities=capabilities,
         embedding=None if settings.runner == "generate" else vectors.CARD,
+        adapters=tuple(
+            Adapter(name, content_hash(str(path).encode())[:32], path.name)
+            for name, path in paths.items()
+        ),
     )

@@ -16,7 +16,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "alternatives", "arrived", "attempt", "cache_salt", "cached", "enders", "first_token",
+        "adapter", "alternatives", "arrived", "attempt", "cache_salt", "cached", "enders",
+        "first_token",
         "gateway", "index", "last_token", "latest_start", "limit", "min_tokens", "position",
         "prompt", "request_id", "started",
     )  # fmt: skip
@@ -34,6 +35,7 @@ class Sequence:
         self.attempt = submit.attempt
         self.gateway = submit.gateway
         self.index = start.index
+        self.adapter = submit.adapter
         self.cache_salt = submit.cache_salt
         self.cached = 0
         self.prompt = prompt
