@@ -39,6 +39,10 @@ class SequenceState(Protocol):
     def sampling(self) -> SamplingParams: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def adapter(self) -> int:
+        """The number of its adapter in the runner; -1: none."""
+        ...
 
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that must not be sampled in this step (end tokens before `min_tokens`)."""
@@ -117,6 +121,7 @@ class StepInput:
         kv_lens: [R], positions that row r's last token attends to, itself included.
         block_tables: [R, most blocks of a row], padded with 0.
         logits_at: flat index of the last token of each sampling row, then of each scored position.
+        adapters: [T], the number of each token's adapter, -1 without; None where no row has any.
     """
 
     num_decodes: int
@@ -127,6 +132,7 @@ class StepInput:
     kv_lens: IntArray
     block_tables: IntArray
     logits_at: IntArray
+    adapters: IntArray | None = None
 
 
 def flatten(rows: Sequence[ScheduledRow], block_size: int) -> StepInput:
@@ -152,6 +158,7 @@ def flatten(rows: Sequence[ScheduledRow], block_size: int) -> StepInput:
     logits_at = starts[1:][np.array([row.samples for row in rows], bool)] - 1
     if any(row.scored for row in rows):
         logits_at = np.concatenate([logits_at, scored_at(rows, starts[:-1])])
+    adapters = np.array([row.sequence.adapter for row in rows], np.int64)
     return StepInput(
         num_decodes=num_decodes,
         token_ids=np.array(tokens, np.int64),
@@ -161,6 +168,7 @@ def flatten(rows: Sequence[ScheduledRow], block_size: int) -> StepInput:
         kv_lens=computed + lens,
         block_tables=tables,
         logits_at=logits_at,
+        adapters=adapters[owner] if bool((adapters >= 0).any()) else None,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from forebay_shared.blocks import chain, root_hash
 
-from forebay_worker.engine.sequence import Sequence
+from forebay_worker.engine.sequence import Origin, Sequence
 
 Changed = Callable[[bytes, bool], None]
 """Takes a block hash and whether it was stored (True) or evicted (False)."""
@@ -26,13 +26,13 @@ Freed = Callable[[int], None]
 class Block:
     """One block; `hash` is None until it is published.
 
-    `parent` is the serial of the block before it, or the cache salt of a first block.
+    `parent` is the serial of the block before it, or the origin of a first block.
     """
 
     refs: int = 0
     hash: bytes | None = None
     token_ids: list[int] = field(default_factory=list[int])
-    parent: int | str = ""
+    parent: int | Origin = ("", "")
     serial: int = 0
 
 
@@ -81,7 +81,7 @@ class BlockManager:
         if sequence.is_scoring:
             return []
         tokens, size = sequence.token_ids, self.block_size
-        parent: int | str = sequence.cache_salt
+        parent: int | Origin = sequence.origin
         hits: list[int] = []
         for start, digest in zip(
             range(0, len(tokens) - size, size), sequence.block_hashes, strict=False
@@ -118,7 +118,7 @@ class BlockManager:
         sequence.block_table = hits + [self._take() for _ in range(need)]
         sequence.num_computed = len(hits) * self.block_size
         sequence.num_published = len(hits)
-        sequence.chain = self._blocks[hits[-1]].serial if hits else sequence.cache_salt
+        sequence.chain = self._blocks[hits[-1]].serial if hits else sequence.origin
         for digest in sequence.block_hashes[len(hits) :]:
             self._promised.setdefault(digest, sequence)
         return True
@@ -191,7 +191,7 @@ class BlockManager:
         hashes, size = sequence.block_hashes, self.block_size
         if (len(hashes) + 1) * size > len(sequence.token_ids):
             return
-        parent = hashes[-1] if hashes else root_hash(self._revision, "", sequence.cache_salt)
+        parent = hashes[-1] if hashes else root_hash(self._revision, *sequence.origin)
         hashes.extend(chain(parent, sequence.token_ids[len(hashes) * size :], size))
 
     def _acquire(self, block_id: int) -> None:
@@ -211,7 +211,9 @@ class BlockManager:
         self._blocks[block_id].refs = 1
         return block_id
 
-    def _publish(self, block_id: int, digest: bytes, tokens: list[int], parent: int | str) -> int:
+    def _publish(
+        self, block_id: int, digest: bytes, tokens: list[int], parent: int | Origin
+    ) -> int:
         """Publishes one block, unless the cache holds its twin; the serial of the published one."""
         held = self._published.get(digest)
         if held is not None:

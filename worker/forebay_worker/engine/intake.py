@@ -8,7 +8,13 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from forebay_shared.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from forebay_shared.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedError,
+)
+from forebay_shared.models import Adapter
 from forebay_shared.sampling import MAX_N, SamplingParams
 from forebay_shared.wire import Submit, unpack_ids
 
@@ -18,18 +24,37 @@ from forebay_worker.engine.sequence import Sequence, mix
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model can take: ids below `vocab_size`, prompt plus output up to `max_model_len`."""
+    """What the model can take: ids below `vocab_size`, prompt plus output up to `max_model_len`,
+    and `adapters`, as the runner numbers them."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     scores_prompts: bool = False
+    adapters: tuple[Adapter, ...] = ()
 
     @classmethod
-    def of(cls, runner: Runner, eos_token_ids: tuple[int, ...] = ()) -> Self:
+    def of(
+        cls,
+        runner: Runner,
+        eos_token_ids: tuple[int, ...] = (),
+        adapters: tuple[Adapter, ...] = (),
+    ) -> Self:
         """A runner's limits. The pool bounds the context, so one sequence alone always fits."""
         room = min(runner.max_model_len, runner.num_blocks * runner.block_size)
-        return cls(runner.vocab_size, room, eos_token_ids, runner.scores_prompts)
+        return cls(runner.vocab_size, room, eos_token_ids, runner.scores_prompts, adapters)
+
+    def adapter(self, name: str) -> tuple[int, str]:
+        """The number and revision of an adapter; -1 and nothing for the model itself.
+
+        Raises ModelNotFoundError for one that is not here.
+        """
+        if not name:
+            return -1, ""
+        for number, adapter in enumerate(self.adapters):
+            if adapter.name == name:
+                return number, adapter.revision
+        raise ModelNotFoundError("This worker has no adapter of that name.", param="model")
 
 
 def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequence]:
@@ -55,6 +80,7 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
     eos = () if sampling.ignore_eos and not sampling.grammar else limits.eos_token_ids
     stop_ids = frozenset(eos).union(sampling.stop_token_ids)
     _check_choice(sampling, stop_ids)
+    adapter, adapter_revision = limits.adapter(submit.adapter)
     hashes: list[bytes] = []
     sequences = [
         Sequence(
@@ -69,6 +95,8 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
             limit=min(len(prompt) + sampling.max_tokens, limits.max_model_len),
             stop_ids=stop_ids,
             cache_salt=submit.cache_salt,
+            adapter=adapter,
+            adapter_revision=adapter_revision,
             team=submit.team,
             weight=submit.weight,
             priority=submit.priority,

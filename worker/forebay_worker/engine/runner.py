@@ -6,8 +6,9 @@ kept between steps but its KV, at the blocks that the caller names.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from forebay_shared.settings import WorkerSettings
 
 from forebay_worker.engine import loading, weights
+from forebay_worker.engine.adapters import load_adapters
 from forebay_worker.engine.batch import Sampled, ScheduledRow, StepInput, flatten
 from forebay_worker.engine.loading import GIB, dtype_of
 from forebay_worker.engine.sampler import sample
@@ -33,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 Forward = Callable[[Step, KvCache], torch.Tensor]
 
+NO_ADAPTERS: Mapping[str, Path] = MappingProxyType({})
 BLOCK_SIZE = 16
 TOKEN_BUDGET = 256
 """A step cannot be cut short: of 2,048 tokens it takes seconds, in which no other stream gets a
@@ -50,8 +53,14 @@ class Runner:
 
     scores_prompts = True
 
-    def __init__(self, checkpoint: Path, settings: WorkerSettings) -> None:
-        """Loads the model. Raises ModelError when it, or its cache, does not fit the settings."""
+    def __init__(
+        self,
+        checkpoint: Path,
+        settings: WorkerSettings,
+        adapters: Mapping[str, Path] = NO_ADAPTERS,
+    ) -> None:
+        """Loads the model, and adapters from their directories, by name. Raises ModelError when it,
+        its cache or one of them does not fit the settings."""
         torch.set_num_threads(physical_cores())
         self._device = torch.device("cpu")
         self._dtype = torch.float32 if settings.dtype == "auto" else dtype_of(settings.dtype)
@@ -63,7 +72,7 @@ class Runner:
         self.vocab_size = self.config.vocab_size
         self.max_model_len = loading.max_model_len(self.config, settings)
         self.num_blocks = self._count_blocks(settings)
-        self._decode = self._new_decoder(checkpoint, settings)
+        self._decode = self._new_decoder(checkpoint, settings, adapters)
         self._cache = self._new_cache()
         self._warm_up()
 
@@ -109,18 +118,21 @@ class Runner:
         with torch.inference_mode():
             self._decode(step, self._cache)
 
-    def _new_decoder(self, checkpoint: Path, settings: WorkerSettings) -> Forward:
+    def _new_decoder(
+        self, checkpoint: Path, settings: WorkerSettings, adapters: Mapping[str, Path]
+    ) -> Forward:
         """Compiled when numba is there, sums are float32 and no layer has experts; else layer by
         layer in torch."""
         plain = self._dtype != torch.float32 or self.config.experts is not None
         fused = None if plain else _fused()
         dtype = self._dtype
+        low = load_adapters(adapters, self.config, settings.max_lora_rank, dtype, self._device)
         if fused is not None:
             dtype = self._stored_dtype(checkpoint, settings)
         loaded = loading.load(checkpoint, self.config, settings, dtype, self._device)
         if fused is None:
-            return Decoder(self.config, loaded, reference, self.max_model_len)
-        return fused(self.config, loaded, self.max_model_len, torch.get_num_threads())
+            return Decoder(self.config, loaded, reference, self.max_model_len, low)
+        return fused(self.config, loaded, self.max_model_len, torch.get_num_threads(), low)
 
     def _stored_dtype(self, checkpoint: Path, settings: WorkerSettings) -> torch.dtype:
         """What the compiled decoder keeps its matrices in: as the checkpoint does."""
@@ -183,4 +195,5 @@ def _to_device(step: StepInput, device: torch.device) -> Step:
         logits_at=move(step.logits_at),
         host_starts=step.starts.tolist(),
         host_kv_lens=step.kv_lens.tolist(),
+        adapters=None if step.adapters is None else move(step.adapters),
     )

@@ -13,6 +13,9 @@ from forebay_shared.wire import FinishReason
 from forebay_worker.engine.batch import IntArray
 from forebay_worker.engine.grammar import Matcher
 
+Origin = tuple[str, str]
+"""The revision of an adapter and a cache salt, each empty where there is none."""
+
 _MASK = 2**64 - 1
 
 
@@ -51,6 +54,8 @@ class Sequence:
         matcher: where its output is in its grammar, if it has one.
         scores_prompt: whether its request's prompt_logprobs are for this sequence to compute.
         num_scored: positions after which the prompt's next token has been scored.
+        adapter: the number of its adapter in the runner, -1 without one.
+        adapter_revision: what its blocks are told apart by, beside `cache_salt`.
     """
 
     request_id: str
@@ -64,6 +69,8 @@ class Sequence:
     limit: int
     stop_ids: frozenset[int]
     cache_salt: str = ""
+    adapter: int = -1
+    adapter_revision: str = ""
     team: str = ""
     weight: float = 1.0
     priority: int = 0
@@ -75,7 +82,7 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     num_published: int = 0
-    chain: int | str = ""
+    chain: int | Origin = ("", "")
     num_served: int = 0
     queued_tokens: int = 0
     allowed: IntArray | None = None
@@ -90,6 +97,11 @@ class Sequence:
     ended: bool = False
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """What its first block begins with, in place of a block before it."""
+        return self.adapter_revision, self.cache_salt
 
     @property
     def length(self) -> int:

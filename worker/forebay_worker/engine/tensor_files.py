@@ -49,6 +49,12 @@ def open_tensors(
     return {known_as(name): StoredTensor(name, file) for name, file in files.items()}
 
 
+def open_tensor_file(path: Path, stack: ExitStack, known_as: Callable[[str], str]) -> Tensors:
+    """Those of one file, likewise."""
+    file = _File(path, stack)
+    return {known_as(name): StoredTensor(name, file) for name in file.names()}
+
+
 class _File:
     """One open safetensors file: mapped, so a tensor's pages are read when it is copied."""
 

@@ -1,11 +1,14 @@
 """The adapters that a worker is started with: what they are called, and where they lie.
 
-It reads none of their files.
+It loads none of them.
 """
 
 from pathlib import Path
 
+from forebay_shared.models import Adapter
 from forebay_shared.settings import StartError, WorkerSettings
+
+from forebay_worker.checkpoint.adapters import adapter_revision
 
 
 def adapter_paths(settings: WorkerSettings) -> dict[str, Path]:
@@ -26,6 +29,13 @@ def adapter_paths(settings: WorkerSettings) -> dict[str, Path]:
             raise StartError(f"--lora-modules: {name} is there twice")
         paths[name] = Path(path)
     return paths
+
+
+def described(paths: dict[str, Path]) -> tuple[Adapter, ...]:
+    """As a card names them; the revision is a hash over all that is in their files."""
+    return tuple(
+        Adapter(name, adapter_revision(path), path.resolve().name) for name, path in paths.items()
+    )
 
 
 def check_names(paths: dict[str, Path], names: tuple[str, ...]) -> None:

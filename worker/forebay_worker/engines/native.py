@@ -6,7 +6,13 @@ It puts model, core and loop together; what each does is theirs to know.
 import logging
 
 import msgspec
-from forebay_shared.models import CAP_DIGESTS, CAP_GRAMMAR, CAP_PROMPT_LOGPROBS, ModelCard
+from forebay_shared.models import (
+    CAP_ADAPTERS,
+    CAP_DIGESTS,
+    CAP_GRAMMAR,
+    CAP_PROMPT_LOGPROBS,
+    ModelCard,
+)
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import Submit
 
@@ -17,9 +23,11 @@ from forebay_worker.engine.devices import make_runner
 from forebay_worker.engine.grammar import Grammars
 from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.ports import Recorder
+from forebay_worker.engines.adapters import adapter_paths, check_names, described
 from forebay_worker.engines.base import Engine
 from forebay_worker.engines.card import ModelFiles
 from forebay_worker.engines.looped import LoopedEngine
+from forebay_worker.engines.naming import names_of
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +49,11 @@ class NativeEngine(LoopedEngine[Submit]):
     def __init__(self, settings: WorkerSettings) -> None:
         directory = resolve(settings.model, weights=settings.load_format != "dummy")
         files = ModelFiles(directory, settings)
-        self._runner = make_runner(directory, settings)
-        self._limits = Limits.of(self._runner, files.eos_token_ids)
+        paths = adapter_paths(settings)
+        check_names(paths, names_of(settings))
+        self._runner = make_runner(directory, settings, paths)
+        adapters = described(paths)
+        self._limits = Limits.of(self._runner, files.eos_token_ids, adapters)
         card, blobs = files.card(
             engine="native",
             revision=files.revision(self._runner.dtype),
@@ -55,9 +66,10 @@ class NativeEngine(LoopedEngine[Submit]):
             CAP_GRAMMAR: self._grammars is not None,
             CAP_PROMPT_LOGPROBS: self._runner.scores_prompts,
             CAP_DIGESTS: settings.enable_prefix_caching,
+            CAP_ADAPTERS: bool(adapters),
         }
         capabilities = card.capabilities | {name for name, can in able.items() if can}
-        card = msgspec.structs.replace(card, capabilities=capabilities)
+        card = msgspec.structs.replace(card, capabilities=capabilities, adapters=adapters)
         self._cache_log = CacheLog() if settings.enable_prefix_caching else None
         super().__init__(settings, card, blobs)
 

@@ -22,10 +22,11 @@ from forebay_worker.kernels.expert_linear import config_for as config_for_expert
 from forebay_worker.kernels.fp8 import FEW_ROWS, Fp8, Numbers
 from forebay_worker.kernels.fp8_linear import fp8_linear
 from forebay_worker.kernels.linear_table import LinearTable
+from forebay_worker.kernels.low_rank import adapt
 from forebay_worker.kernels.norm_rope_store import norm_rope_store
 from forebay_worker.kernels.prefill_attention import paged_prefill_attention
 from forebay_worker.kernels.quantize import quantize, rms_norm_quantize, silu_mul_quantize
-from forebay_worker.kernels.reference import ExpertWeights, KvCache, Step
+from forebay_worker.kernels.reference import ExpertWeights, KvCache, LowRank, Step
 from forebay_worker.kernels.rms_norm import rms_norm
 from forebay_worker.kernels.routing import route
 from forebay_worker.kernels.silu_mul import silu_mul
@@ -139,6 +140,19 @@ class CardOps:
         if bias is not None:
             return residual.add_(functional.linear(x, weight, bias))
         return torch.addmm(residual, x, weight.t(), out=residual)
+
+    def adapt(self, out: Tensor, x: Tensor, low: LowRank, adapters: Tensor) -> Tensor:
+        """Adds to each row of out what its adapter makes of its row of x, in place."""
+        self._summed = None  # out may be the residual: its squares are others now
+        return adapt(out, x, low, adapters)
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    @staticmethod
+    def silu_mul(gate_up: Tensor) -> Tensor:
+        return silu_mul(gate_up)
 
     def _e4m3_linear(self, x: Fp8, weight: Fp8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """x @ weight^T + bias in `dtype`."""

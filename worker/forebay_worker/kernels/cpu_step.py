@@ -26,7 +26,7 @@ from forebay_worker.kernels.cpu_math import (
 from forebay_worker.kernels.cpu_tile import PANEL, tiles, widen
 
 TILE_TOKENS = 32  # of a prompt that share one reading of the keys and values
-PHASES_PER_LAYER = 6
+PHASES_PER_LAYER = 10  # of which 4 are for adapters, where any token has one
 PHASES_AROUND = 2
 
 
@@ -55,8 +55,28 @@ class Weights(NamedTuple):
     cos_sin: np.ndarray  # [positions, D], cosines first
 
 
+class LowRanks(NamedTuple):
+    """What N adapters of rank R, a multiple of 4, add to a product of each layer, as
+    `reference.LowRank` has it; part p is of the columns starts[p] to starts[p + 1] of what the
+    product gives."""
+
+    a: np.ndarray  # [L, N, parts, R, K] float32
+    b: np.ndarray  # [L, N, R, columns]
+    starts: np.ndarray  # [parts + 1] int64
+
+
+class Adapters(NamedTuple):
+    """By product; of no adapters, empty."""
+
+    qkv: LowRanks
+    output: LowRanks
+    gate_up: LowRanks
+    down: LowRanks
+
+
 class Inputs(NamedTuple):
     """The step's T tokens, all int64; `owners` is the row of each, `block_tables` is by row.
+    `adapters` is the number of each token's adapter, `adapted` the tokens that have one.
 
     A tile is a unit of attention: its first token, its count of adjacent tokens of one row, the
     first of its KV heads and the one after its last; that of several tokens has one head.
@@ -69,6 +89,8 @@ class Inputs(NamedTuple):
     block_tables: np.ndarray
     logits_at: np.ndarray
     tiles: np.ndarray  # [units, 4]
+    adapters: np.ndarray
+    adapted: np.ndarray
 
 
 class Buffers(NamedTuple):
@@ -129,13 +151,15 @@ def _width(matrices: np.ndarray) -> int:
 
 
 @kernel
-def run_step(weights, inputs, keys, values, buffers, eps, thread, threads):
+def run_step(weights, adapters, inputs, keys, values, buffers, eps, thread, threads):
     """One thread's part of a step. keys and values are [L, blocks, block_size, K, D] float32.
 
-    Returns when all threads are done: `buffers.logits` is complete then.
+    Returns when all threads are done: `buffers.logits` is complete then. Where no token has an
+    adapter, no phase is there for them.
     """
     w, units, arrivals, hidden = weights, buffers.units, buffers.arrivals, buffers.hidden
     normed, qkv, mixed = buffers.normed[thread], buffers.qkv, buffers.mixed
+    inner, low, adapts = buffers.inner, adapters, inputs.adapted.shape[0] > 0
     phase = 0
     _embed(inputs.token_ids, w.embedding, hidden, units, phase)
     meet(arrivals, phase, threads)
@@ -144,6 +168,10 @@ def run_step(weights, inputs, keys, values, buffers, eps, thread, threads):
         phase += 1
         _linear(normed, w.qkv[at], w.qkv_bias[at], qkv, False, units, phase)
         meet(arrivals, phase, threads)
+        if adapts:
+            phase += 1
+            _adapt(normed, low.qkv, at, inputs, qkv, inner, False, units, phase)
+            meet(arrivals, phase, threads)
         phase += 1
         _rope_store(w, at, inputs, keys[at], values[at], qkv, eps, units, phase)
         meet(arrivals, phase, threads)
@@ -153,13 +181,25 @@ def run_step(weights, inputs, keys, values, buffers, eps, thread, threads):
         phase += 1
         _linear(mixed, w.output[at], w.output_bias[at], hidden, True, units, phase)
         meet(arrivals, phase, threads)
+        if adapts:
+            phase += 1
+            _adapt(mixed, low.output, at, inputs, hidden, inner, False, units, phase)
+            meet(arrivals, phase, threads)
         _norm_rows(hidden, w.mlp_norm[at], eps, normed)
         phase += 1
         _gated(normed, w.gate_up[at], w.gate_up_bias[at], buffers, units, phase)
         meet(arrivals, phase, threads)
+        if adapts:
+            phase += 1
+            _adapt(normed, low.gate_up, at, inputs, buffers.gate_up, inner, True, units, phase)
+            meet(arrivals, phase, threads)
         phase += 1
-        _linear(buffers.inner, w.down[at], w.down_bias[at], hidden, True, units, phase)
+        _linear(inner, w.down[at], w.down_bias[at], hidden, True, units, phase)
         meet(arrivals, phase, threads)
+        if adapts:
+            phase += 1
+            _adapt(inner, low.down, at, inputs, hidden, inner, False, units, phase)
+            meet(arrivals, phase, threads)
     last = buffers.last[thread]
     for row in range(last.shape[0]):
         rms_norm(hidden[inputs.logits_at[row]], w.final_norm, eps, last[row])
@@ -224,6 +264,34 @@ def _gated(x, w, bias, buffers, units, phase):
         for row in range(inner.shape[0]):
             gate = gate_up[row, low:high]
             _silu_mul(gate, gate_up[row, size + low : size + high], inner[row, low:high])
+
+
+@kernel
+def _adapt(x, low, layer, inputs, out, inner, gated, units, phase):
+    """out += B (A x) of the tokens that have an adapter; `gated`: out is the gate and the up, and
+    their product into inner is made again. A unit is a token."""
+    size = inner.shape[1]
+    while True:
+        unit = take(units, phase)
+        if unit >= inputs.adapted.shape[0]:
+            return
+        token = inputs.adapted[unit]
+        adapter, row = inputs.adapters[token], out[token]
+        _add_low_rank(x[token], low.a[layer, adapter], low.b[layer, adapter], low.starts, row)
+        if gated:
+            _silu_mul(row[:size], row[size:], inner[token])
+
+
+@kernel
+def _add_low_rank(x, a, b, starts, out):
+    """out += (x A^T) B by part, four ranks at a time: a is [parts, R, K], b [R, columns]."""
+    known = x[: a.shape[2]]
+    for part in range(a.shape[0]):
+        first, end = starts[part], starts[part + 1]
+        for r in range(0, a.shape[1], 4):
+            rows, columns = a[part, r : r + 4], b[r : r + 4, first:end]
+            share = four_dots(known, rows[0], rows[1], rows[2], rows[3])
+            _add_four(out[first:end], share, columns[0], columns[1], columns[2], columns[3])
 
 
 @kernel

@@ -56,6 +56,8 @@ class Step:
         block_tables: [R, most blocks of a row] int64, padded with 0.
         logits_at: [S] int64, the last token of each sampling row.
         host_starts, host_kv_lens: the same as host integers, for loops over rows.
+        adapters: [T] int64, the number of each token's adapter, -1 without one; None where no token
+            has any.
     """
 
     num_decodes: int
@@ -68,6 +70,7 @@ class Step:
     logits_at: Tensor
     host_starts: list[int]
     host_kv_lens: list[int]
+    adapters: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,36 @@ class ExpertWeights:
     down: Numbers
     per_token: int
     renormalise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What N adapters add to one product: scale * B (A x), of rank R at most; smaller ones are
+    filled up with zeros.
+
+    a: [N, parts, R, K], a matrix for each of the packed product's parts. b: [N, R, rows], each
+    transposed and with the scale in it, the rows of the parts one after another, so many as `sizes`
+    says.
+    """
+
+    a: Tensor
+    b: Tensor
+    sizes: tuple[int, ...]
+
+
+def adapt(out: Tensor, x: Tensor, low: LowRank, adapters: Tensor) -> Tensor:
+    """Adds to each row of out [T, rows] what its adapter makes of its row of x [T, K], in place;
+    those of -1 stay as they are, to the bit."""
+    for number in adapters.unique().tolist():
+        if number < 0:
+            continue
+        at, start = (adapters == number).nonzero()[:, 0], 0
+        for part, size in enumerate(low.sizes):
+            columns = slice(start, start + size)
+            delta = x[at] @ low.a[number, part].T @ low.b[number, :, columns]
+            out[at, columns] += delta
+            start += size
+    return out
 
 
 def linear(

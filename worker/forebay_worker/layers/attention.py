@@ -25,6 +25,7 @@ class Attention:
 
     def __call__(self, residual: Tensor, step: Step, cache: KvCache) -> Tensor:
         """The residual after this block, perhaps in place."""
-        qkv = self.qkv.of_norm(self.norm, residual)
+        qkv = self.qkv.of_norm(self.norm, residual, adapters=step.adapters)
         q = self.ops.rope_store(qkv, step, self.cos_sin, cache, self.q_norm, self.k_norm, self.eps)
-        return self.output.added(self.ops.paged_attention(q, step, cache), residual)
+        mixed = self.ops.paged_attention(q, step, cache)
+        return self.output.added(mixed, residual, step.adapters)

@@ -14,7 +14,7 @@ class Mlp:
     gate_up: Linear
     down: Linear
 
-    def __call__(self, residual: Tensor) -> Tensor:
-        """The residual after this block, perhaps in place."""
-        gated = self.gate_up.of_norm_gated(self.norm, residual, self.down)
-        return self.down.added(gated, residual)
+    def __call__(self, residual: Tensor, adapters: Tensor | None) -> Tensor:
+        """The residual after this block, perhaps in place. `adapters` are `Step.adapters`."""
+        gated = self.gate_up.of_norm_gated(self.norm, residual, self.down, adapters)
+        return self.down.added(gated, residual, adapters)

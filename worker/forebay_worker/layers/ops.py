@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from forebay_worker.kernels.fp8 import Numbers
-from forebay_worker.kernels.reference import ExpertWeights, KvCache, Step
+from forebay_worker.kernels.reference import ExpertWeights, KvCache, LowRank, Step
 
 
 class Ops(Protocol):
@@ -23,6 +23,15 @@ class Ops(Protocol):
         bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor: ...
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    @staticmethod
+    def silu_mul(gate_up: Tensor) -> Tensor: ...
+
+    @staticmethod
+    def adapt(out: Tensor, x: Tensor, low: LowRank, adapters: Tensor) -> Tensor: ...
 
     @staticmethod
     def norm_gate_up(

@@ -15,6 +15,6 @@ class SparseMlp:
     experts: ExpertWeights
     ops: Ops
 
-    def __call__(self, residual: Tensor) -> Tensor:
-        """The residual after this block, perhaps in place."""
+    def __call__(self, residual: Tensor, adapters: Tensor | None) -> Tensor:
+        """The residual after this block, perhaps in place; experts have no adapters."""
         return self.ops.sparse_mlp(residual, self.norm.weight, self.norm.eps, self.experts)

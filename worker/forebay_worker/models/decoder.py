@@ -5,13 +5,14 @@ It knows shapes and names of weights, not files; it reads a flattened step, not 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor
 from torch.nn import functional
 
 from forebay_worker.kernels import fp8, reference
 from forebay_worker.kernels.fp8 import Fp8, Numbers
-from forebay_worker.kernels.reference import ExpertWeights, KvCache, Step
+from forebay_worker.kernels.reference import ExpertWeights, KvCache, LowRank, Step
 from forebay_worker.layers import rope
 from forebay_worker.layers.attention import Attention
 from forebay_worker.layers.linear import Linear
@@ -152,6 +153,16 @@ def quantize(name: str, weights: dict[str, Tensor]) -> None:
         weights[name] = values.view(weight.shape)
 
 
+def adaptable(config: ModelConfig) -> Iterator[Parameter]:
+    """The matrices that adapters may add to: of attention, and of the MLPs that are no experts."""
+    for each in parameters(config):
+        if each.columns is not None and each.experts is None and may_be_e4m3(each.name):
+            yield each
+
+
+_NO_ADAPTERS: Mapping[str, LowRank] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     attention: Attention
@@ -162,14 +173,20 @@ class Decoder:
     """Embedding, layers, final norm and head over a step's tokens."""
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, max_model_len: int
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        ops: Ops,
+        max_model_len: int,
+        adapters: Mapping[str, LowRank] = _NO_ADAPTERS,
     ) -> None:
         """`weights` holds each of `parameters(config)` by its name, all on one device; beside a
-        weight of e4m3 its `scale_of`, as `Fp8` has it."""
+        weight of e4m3 its `scale_of`, as `Fp8` has it. `adapters`: of `adaptable`, likewise."""
         self._embedding = weights[EMBEDDING]
         cos_sin = cos_sin_table(config, max_model_len).to(self._embedding.device)
         self._layers = [
-            _layer(config, weights, layer, cos_sin, ops) for layer in range(config.num_layers)
+            _layer(config, weights, adapters, layer, cos_sin, ops)
+            for layer in range(config.num_layers)
         ]
         self._norm = RmsNorm(weights[FINAL_NORM], config.norm_eps)
         self._head = Linear(weights[EMBEDDING if config.tied_embeddings else HEAD], None, ops)
@@ -197,18 +214,23 @@ class Decoder:
         hidden = functional.embedding(step.token_ids, self._embedding)
         for number, layer in enumerate(self._layers):
             hidden = layer.attention(hidden, step, cache.layer(number))
-            hidden = layer.mlp(hidden)
+            hidden = layer.mlp(hidden, step.adapters)
         return hidden
 
 
 def _layer(
-    config: ModelConfig, weights: Mapping[str, Tensor], layer: int, cos_sin: Tensor, ops: Ops
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    adapters: Mapping[str, LowRank],
+    layer: int,
+    cos_sin: Tensor,
+    ops: Ops,
 ) -> Layer:
     at = f"{LAYERS}{layer}"
 
     def linear(name: str) -> Linear:
-        bias = weights.get(f"{at}.{name}.bias")
-        return Linear(_numbers(weights, f"{at}.{name}.weight"), bias, ops)
+        weight, bias = f"{at}.{name}.weight", weights.get(f"{at}.{name}.bias")
+        return Linear(_numbers(weights, weight), bias, ops, adapters.get(weight))
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(weights[f"{at}.{name}.weight"], config.norm_eps)

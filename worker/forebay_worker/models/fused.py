@@ -14,24 +14,32 @@ import torch
 from torch import Tensor
 
 from forebay_worker.kernels import cpu_step
-from forebay_worker.kernels.reference import KvCache, Step
+from forebay_worker.kernels.reference import KvCache, LowRank, Step
 from forebay_worker.models.config import ModelConfig
-from forebay_worker.models.decoder import EMBEDDING, FINAL_NORM, HEAD, cos_sin_table
+from forebay_worker.models.decoder import EMBEDDING, FINAL_NORM, HEAD, LAYERS, cos_sin_table
 
 Array = npt.NDArray[Any]
-Arguments = tuple[cpu_step.Weights, cpu_step.Inputs, Array, Array, cpu_step.Buffers]
+Arguments = tuple[
+    cpu_step.Weights, cpu_step.Adapters, cpu_step.Inputs, Array, Array, cpu_step.Buffers
+]
 
 MANY_TOKENS = 8
+_NONE = np.zeros(0, np.int64)
 
 
 class FusedDecoder:
     """`threads` threads compute each step; one at a time may call it."""
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], max_model_len: int, threads: int
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        max_model_len: int,
+        threads: int,
+        adapters: dict[str, LowRank],
     ) -> None:
-        """Takes the weights out of the dict as it stacks them by layer, so that only
-        one of them is there twice at a time."""
+        """Takes the weights and the adapters out of the dicts as it stacks them by layer, so that
+        only one of them is there twice at a time."""
         self._run_step: Callable[..., None] = cpu_step.run_step
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="forebay-step")
@@ -39,10 +47,12 @@ class FusedDecoder:
         self._kv_heads = config.num_kv_heads, config.head_dim
         self._vocab_size = config.vocab_size
         self._weights = _stack(config, weights, cos_sin_table(config, max_model_len))
+        self._adapters = _stack_adapters(config, adapters)
 
     def __call__(self, step: Step, cache: KvCache) -> Tensor:
         """As `decoder.Decoder`: writes the step's KV, returns logits [S, vocabulary] float32."""
         starts = step.starts.numpy()
+        adapters = _NONE if step.adapters is None else step.adapters.numpy()
         inputs = cpu_step.Inputs(
             token_ids=step.token_ids.numpy(),
             positions=step.positions.numpy(),
@@ -51,6 +61,8 @@ class FusedDecoder:
             block_tables=step.block_tables.numpy(),
             logits_at=step.logits_at.numpy(),
             tiles=_tiles(step, *self._kv_heads),
+            adapters=adapters,
+            adapted=np.flatnonzero(adapters >= 0),
         )
         buffers = cpu_step.make_buffers(
             self._weights,
@@ -60,7 +72,8 @@ class FusedDecoder:
             longest=max(step.host_kv_lens),
             threads=self._threads,
         )
-        arguments = (self._weights, inputs, cache.keys.numpy(), cache.values.numpy(), buffers)
+        kv = cache.keys.numpy(), cache.values.numpy()
+        arguments = (self._weights, self._adapters, inputs, *kv, buffers)
         others = [
             self._pool.submit(self._run, arguments, thread) for thread in range(1, self._threads)
         ]
@@ -123,6 +136,29 @@ def _stack(config: ModelConfig, weights: dict[str, Tensor], cos_sin: Tensor) -> 
         final_norm=weights[FINAL_NORM].float().numpy(),
         head=embedding if config.tied_embeddings else _panels(weights.pop(HEAD)),
         cos_sin=cos_sin.numpy(),
+    )
+
+
+def _stack_adapters(config: ModelConfig, adapters: dict[str, LowRank]) -> cpu_step.Adapters:
+    def stack(name: str, parts: int, joined: int = 0) -> cpu_step.LowRanks:
+        names = [f"{LAYERS}{layer}.{name}.weight" for layer in range(config.num_layers)]
+        found = [adapters.pop(each) for each in names if each in adapters]
+        if not found:
+            a = np.zeros((0, 0, parts, 0, 0), np.float32)
+            return cpu_step.LowRanks(a, a[:, :, 0], np.zeros(parts + 1, np.int64))
+        b = [_fill(low.b.permute(2, 0, 1), joined).permute(1, 2, 0) for low in found]
+        sizes = [b[0].shape[2] // joined] * joined if joined else found[0].sizes
+        return cpu_step.LowRanks(
+            a=torch.stack([low.a for low in found]).numpy(),
+            b=torch.stack(b).contiguous().numpy(),
+            starts=np.cumsum([0, *sizes]),
+        )
+
+    return cpu_step.Adapters(
+        qkv=stack("self_attn.qkv", 3),
+        output=stack("self_attn.o_proj", 1),
+        gate_up=stack("mlp.gate_up", 2, joined=2),
+        down=stack("mlp.down_proj", 1),
     )
 
 

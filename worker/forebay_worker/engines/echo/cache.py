@@ -19,7 +19,7 @@ class EchoCache:
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         log.everything = lambda: list(self._blocks)
 
-    def take(self, prompt: Sequence[int], adapter_revision: str, cache_salt: str) -> int:
+    def take(self, prompt: Sequence[int], cache_salt: str, adapter_revision: str = "") -> int:
         """Prompt tokens found in the cache, short of the last one; then it holds all of them."""
         root = root_hash(self._revision, adapter_revision, cache_salt)
         hashes = list(chain(root, prompt, self._block_size))[: self._num_blocks]

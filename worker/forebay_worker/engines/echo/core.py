@@ -219,7 +219,7 @@ class EchoCore:
             sequence.started = now
             if self._cache is not None:
                 adapter = self._adapters.get(sequence.adapter, "")
-                sequence.cached = self._cache.take(sequence.prompt, adapter, sequence.cache_salt)
+                sequence.cached = self._cache.take(sequence.prompt, sequence.cache_salt, adapter)
                 self._cached_tokens += sequence.cached
             queued_ms = (now - sequence.arrived) * 1000
             started = Started(*sequence.key, sequence.index, sequence.cached, queued_ms)
