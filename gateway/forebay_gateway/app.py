@@ -138,7 +138,8 @@ def _answer_error(request: Request[object, object, State], error: Exception) -> 
     ours, headers = foreseen(error)
     if isinstance(ours, MethodNotAllowedError):
         headers.append((b"allow", _allowed_methods(request).encode()))
-    status, body = written(ours, request.scope["path"], request_id(request.scope))
+    scope = request.scope
+    status, body = written(ours, scope["path"], scope["headers"], request_id(scope))
     return Response(
         body,
         status_code=status,

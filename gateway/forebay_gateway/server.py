@@ -179,7 +179,7 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, error: ForebayError) -> None:
         request_id = new_request_id()
         path = self.url.decode("latin-1").partition("?")[0]
-        status, body = written(error, path, request_id)
+        status, body = written(error, path, self.headers or (), request_id)
         head = [b"HTTP/1.1 %d \r\nx-request-id: %b\r\n" % (status, request_id)]
         head += [name + b": " + value + b"\r\n" for name, value in error_headers(error)]
         head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))

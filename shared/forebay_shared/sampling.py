@@ -5,9 +5,10 @@ and reasoning are text and stay in the gateway; an engine sees token ids only.
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from forebay_shared.errors import InvalidRequestError
 
@@ -21,6 +22,9 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_BYTES = 128 * 1024
 # Below this the softmax of float32 logits over / temperature overflows; such a request is greedy.
 GREEDY_TEMPERATURE = 1e-4
+# Scores are divided by the penalty: below 1e-37 float32 overflows, and none can be drawn.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 100
+RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 # Of fewer ids than ten million one always has more than this: no other is left. Clients send 0.
 GREEDY_TOP_P = 1e-7
 
@@ -81,10 +85,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
                 raise InvalidRequestError(
                     f"{name} must be between {low:g} and {high:g}.", param=name
                 )
-        if self.repetition_penalty <= 0:
-            raise InvalidRequestError(
-                "repetition_penalty must be above 0.", param="repetition_penalty"
-            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
@@ -142,7 +142,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_k", 0, 2**31 - 1),
     ("min_p", 0, 1),
     ("seed", 0, 2**64 - 1),
-    ("repetition_penalty", 0, 100),
+    ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
 )

@@ -45,19 +45,19 @@ def refused(response: httpx.Response, status: int, param: str | None = None) -> 
     return error
 
 
-POISON = [0, -1, 2**31, 2**63, 2**64, 1e308, -1e308, "x", True, [], {}, [1], 1.5]
+POISON = [0, -1, 2**31, 2**63, 2**64, 1e308, -1e308, 1e-320, "x", True, [], {}, [1], 1.5]
 # Per field the values that are right, with their type: 0 and False are not the same here.
 BOUNDS = {
     "n": set(),
     "max_tokens": set(),
     "max_completion_tokens": set(),
     "min_tokens": {0},
-    "temperature": {0, 1.5},
-    "top_p": {0},
+    "temperature": {0, 1e-320, 1.5},
+    "top_p": {0, 1e-320},
     "top_k": {0, -1},
-    "min_p": {0},
-    "presence_penalty": {0, -1, 1.5},
-    "frequency_penalty": {0, -1, 1.5},
+    "min_p": {0, 1e-320},
+    "presence_penalty": {0, -1, 1e-320, 1.5},
+    "frequency_penalty": {0, -1, 1e-320, 1.5},
     "repetition_penalty": {1.5},
     "top_logprobs": {0},
     "seed": {0, -1, 2**31, 2**63},
@@ -89,6 +89,8 @@ def test_a_poisonous_value_is_refused_by_the_fields_name(api: Api, field: str) -
             refused(response, 400, field)
 
 
+USER = {"role": "user", "content": "x"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 UNSUPPORTED = {
     "tools": [{"type": "custom", "custom": {"name": "f"}}],
     "tool_choice": "required",
@@ -119,6 +121,9 @@ def test_a_field_that_would_change_the_answer_is_never_ignored(api: Api, field: 
         ({"messages": [{"role": "user", "content": None}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages"),
         ({"messages": [{"role": "tool", "tool_call_id": None, "content": "x"}]}, "messages"),
+        ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages"),
+        ({"messages": [USER | {"function_call": CALL["function"]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None, "refusal": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 60_000}]}, "messages"),

@@ -13,6 +13,7 @@ from forebay_shared import errors
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import Api, exchange, request_bytes, running_api
 from msgspec.json import Decoder
+from transcripts import check_error
 
 KEY = {"x-api-key": "sk-test"}
 JSON = {"content-type": "application/json"}
@@ -51,6 +52,30 @@ def test_edge_router_and_parser_answer_in_the_dialect_of_the_path(api: Api, path
         check_anthropic_error(head, body, type_)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "expected", "type_"),
+    [
+        ("GET", "/v1/models", {}, 401, "authentication_error"),
+        ("GET", "//v1//models", {}, 401, "authentication_error"),
+        ("GET", "/v1/models/nope", KEY, 404, "not_found_error"),
+        ("POST", "/v1/models", KEY, 405, "invalid_request_error"),
+        ("GET", "/v1/models", KEY | {"x-long": "x" * 70_000}, 431, "invalid_request_error"),
+        ("POST", "/v1/files", KEY, 404, "not_found_error"),
+    ],
+)
+def test_where_both_dialects_have_the_path_a_header_says_which(
+    api: Api, method: str, path: str, sent: dict[str, str], expected: int, type_: str
+) -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    found, head, body = exchange(api.url, request_bytes(method, path, version | sent))
+    assert found == expected
+    check_anthropic_error(head, body, type_)
+    assert expected == 431 or b"\r\nrequest-id: " in head
+    found, _, body = exchange(api.url, request_bytes(method, path, sent))
+    assert found == expected
+    check_error(body)
+
+
 def test_the_request_id_has_the_name_that_the_sdk_looks_for(api: Api) -> None:
     sent = request_bytes("POST", "/v1/messages", {"x-request-id": "mine"})
     _, head, _ = exchange(api.url, sent)
@@ -65,10 +90,13 @@ def test_the_request_id_has_the_name_that_the_sdk_looks_for(api: Api) -> None:
         ("/v1/messagesx", False),
         ("/v1/chat/completions", False),
         ("/x/v1/messages", False),
+        ("/v1/models", False),
     ],
 )
 def test_only_paths_below_messages_speak_it(path: str, speaks: bool) -> None:
     assert speaks_anthropic(path) == speaks
+    version = [(b"anthropic-version", b"2023-06-01")]
+    assert speaks_anthropic(path, version) == (speaks or path == "/v1/models")
 
 
 @pytest.mark.parametrize(

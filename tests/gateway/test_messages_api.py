@@ -290,6 +290,7 @@ def test_a_schema_becomes_the_grammar_with_its_order_kept(api: Api, place: str) 
     assert both(api, **fields)["content"][0]["text"] == '{"b":1}'
     grammar = api.backend.jobs[-1].sampling.grammar
     assert (grammar.kind, json.loads(grammar.source)) == ("json_schema", schema)
+    assert grammar.field == ("output_config.format" if place == "output_config" else place)
     assert grammar.source.index('"b"') < grammar.source.index('"a"')
 
 
@@ -500,6 +501,9 @@ def answer_with(**fields: object) -> dict:
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_format": {"type": "json_object"}}, "output_format.type"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        ({"output_format": {"type": "json_schema", "schema": True}}, "output_format.schema"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"temperature": 1.5}, "temperature"),

@@ -21,6 +21,7 @@ VOCABULARY = 100
         ("min_p", math.inf),
         ("seed", 2**64),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-320),
         ("presence_penalty", -2.5),
         ("logprobs", 21),
         ("prompt_logprobs", -1),

@@ -45,7 +45,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
 # only the first words are read, and the path, which is the last thing in them.
 _AT = " - at `"
 _PATH = re.compile(r"(key in )?\$\.?(.*)`")
-_BOUND = re.compile(r"^Expected `(\w+)` (>=|<=|>|<) (-?[\d.e+]+)")
+_BOUND = re.compile(r"^Expected `(\w+)` (>=|<=|>|<) (-?[\d.e+-]+)")
 _LENGTH = re.compile(r"^Expected `array` of length >= (\d+)")
 _SHORTER = re.compile(r"^Expected `str` of length <= (\d+)")
 _MATCHING = re.compile(r"^Expected `str` matching regex '\^?(.*?)\$?'")

@@ -200,7 +200,7 @@ class Edge:
         """The request's id, under the names that its dialect knows, and what CORS asks for."""
         request_id = take_request_id(scope, headers)
         extra: Headers = [(b"x-request-id", request_id)]
-        if speaks_anthropic(scope["path"]):
+        if speaks_anthropic(scope["path"], scope["headers"]):
             extra.append((b"request-id", request_id))
         origin = headers.get(b"origin")
         if self._origins:

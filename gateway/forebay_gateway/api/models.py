@@ -10,7 +10,8 @@ from litestar.params import FromPath
 from litestar.types import ASGIApp, Scope
 
 from forebay_gateway.api.anthropic.models import model_info, model_page
-from forebay_gateway.api.edge import caller, raw_headers
+from forebay_gateway.api.dialects import speaks_anthropic
+from forebay_gateway.api.edge import caller
 from forebay_gateway.api.query import query
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.teams.catalog import Catalog, Listing
@@ -66,7 +67,7 @@ def model_routes(catalog: Catalog) -> list[HTTPRouteHandler]:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    return b"anthropic-version" in raw_headers(scope)
+    return speaks_anthropic(scope["path"], scope["headers"])
 
 
 def _entry(listing: Listing) -> ModelEntry:

@@ -28,7 +28,7 @@ class Answer:
 
 
 def error_answer(error: Exception, scope: Scope) -> Answer:
-    """Any exception as the answer to a request, in the dialect of its path."""
+    """Any exception as the answer to a request, in its dialect."""
     ours, headers = foreseen(error)
-    status, body = written(ours, scope["path"], request_id(scope))
+    status, body = written(ours, scope["path"], scope["headers"], request_id(scope))
     return Answer(body, headers, status)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
 import msgspec
+from forebay_shared.sampling import RepetitionPenalty
 from msgspec import Meta
 
 Kind = Literal["organisation", "team", "user", "key", "model", "alias", "issuer"]
@@ -172,7 +173,7 @@ class Defaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
 
 
 class Caps(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
+from forebay_shared.sampling import RepetitionPenalty
 from forebay_shared.settings import StartError, WorkerSettings
 from msgspec import Meta
 
@@ -37,9 +38,7 @@ class Overrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | msgspec.UnsetType | None = msgspec.UNSET
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | msgspec.UnsetType | None = msgspec.UNSET
     min_p: Annotated[float, Meta(ge=0, le=1)] | msgspec.UnsetType | None = msgspec.UNSET
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )
+    repetition_penalty: RepetitionPenalty | msgspec.UnsetType | None = msgspec.UNSET
     max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | msgspec.UnsetType | None = (
         msgspec.UNSET
     )

@@ -23,7 +23,10 @@ _TYPES = {
 }
 # What the fields of a chat request are called here.
 _NAMES = [
-    (re.compile(r"^response_format(\.json_schema)?"), "output_config.format"),
+    (
+        re.compile(r"^response_format(\.json_schema)?"),
+        "output_config.format",
+    ),  # as upstreams say it
     (re.compile(r"^stop$"), "stop_sequences"),
     (re.compile(r"^(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
     (re.compile(r"^(tools\[\d+\]|tool_choice)\.function"), r"\1"),

@@ -32,6 +32,16 @@ TURN_BREAK = "\n\n"
 """What stands between two messages of one role, which are one turn."""
 
 
+class _Format(ResponseFormat, frozen=True):
+    at = "output_config.format"
+    schema_at = "output_config.format.schema"
+
+
+class _OlderFormat(ResponseFormat, frozen=True):
+    at = "output_format"
+    schema_at = "output_format.schema"
+
+
 def chat_request(request: CountRequest) -> chat.ChatRequest:
     """Raises InvalidRequestError that names the field or the block."""
     messages = list(_conversation(request))
@@ -191,10 +201,11 @@ def _response_format(request: CountRequest) -> ResponseFormat | None:
     format_: OutputFormat | None = newer or older
     if format_ is None:
         return None
-    name = "output_config.format" if newer else "output_format"
+    named = _Format if newer else _OlderFormat
     if format_.type != "json_schema":
-        raise InvalidRequestError(f"{name}.type must be json_schema.", param=f"{name}.type")
-    return ResponseFormat("json_schema", JsonSchemaFormat("answer", format_.schema))
+        at = f"{named.at}.type"
+        raise InvalidRequestError(f"{at} must be json_schema.", param=at)
+    return named("json_schema", JsonSchemaFormat("answer", format_.schema))
 
 
 def _template_kwargs(

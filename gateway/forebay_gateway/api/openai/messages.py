@@ -44,6 +44,9 @@ def _message(message: ClientMessage, at: str) -> Message:
     if message.audio is not None:
         raise UnsupportedError(f"{at}.audio is not supported.", param=f"{at}.audio")
     calls = bool(message.tool_calls) or message.function_call is not None
+    if calls and role != "assistant":
+        field = f"{at}.{'tool_calls' if message.tool_calls else 'function_call'}"
+        raise InvalidRequestError(f"{field} goes with the role assistant only.", param=field)
     rendered: Message = {
         "role": _RENDERED.get(role, role),
         "content": _content(message, at, optional=role == "assistant" and calls),
@@ -72,7 +75,7 @@ def _content(message: ClientMessage, at: str, *, optional: bool) -> str:
     if isinstance(content, str):
         return content
     if content is None:
-        if message.refusal is not None:
+        if message.role == "assistant" and message.refusal is not None:
             return message.refusal
         if optional:
             return ""

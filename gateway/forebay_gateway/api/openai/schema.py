@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
-from forebay_shared.sampling import MAX_LOGPROBS, MAX_N
+from forebay_shared.sampling import MAX_LOGPROBS, MAX_N, RepetitionPenalty
 from msgspec import Meta
 
 from forebay_gateway.api.decoding import decode
@@ -52,7 +52,7 @@ class GenerationRequest(Borrowed, frozen=True, kw_only=True):
     seed: int | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None

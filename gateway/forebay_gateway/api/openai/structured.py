@@ -6,7 +6,7 @@ model and no Litestar.
 """
 
 import re
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
@@ -36,7 +36,13 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """`schema` beside json_object is the older form of llama.cpp, Together and others."""
+    """`schema` beside json_object is the older form of llama.cpp, Together and others.
+
+    Other dialects have it under other names: `at` is what errors call it, `schema_at` its schema.
+    """
+
+    at: ClassVar[str] = "response_format"
+    schema_at: ClassVar[str] = "response_format.json_schema.schema"
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -65,8 +71,9 @@ def grammar_of(
     if structured_outputs is None:
         return grammar
     if grammar is not None:
+        at = response_format.at if response_format else ""
         raise InvalidRequestError(
-            "response_format and structured_outputs exclude each other.", param="structured_outputs"
+            f"{at} and structured_outputs exclude each other.", param="structured_outputs"
         )
     return _of_outputs(structured_outputs)
 
@@ -77,18 +84,18 @@ def _of_format(format_: ResponseFormat) -> Grammar | None:
             return None
         case "json_object":
             if _is_given(format_.schema):
-                source = _schema(format_.schema, "response_format.schema")
-                return Grammar("json_schema", source, field="response_format")
-            return Grammar("json_object", field="response_format")
+                source = _schema(format_.schema, f"{format_.at}.schema")
+                return Grammar("json_schema", source, field=format_.at)
+            return Grammar("json_object", field=format_.at)
         case "json_schema":
             if format_.json_schema is None:
-                raise _required("response_format.json_schema")
-            source = _schema(format_.json_schema.schema, "response_format.json_schema.schema")
-            return Grammar("json_schema", source, field="response_format")
+                raise _required(f"{format_.at}.json_schema")
+            source = _schema(format_.json_schema.schema, format_.schema_at)
+            return Grammar("json_schema", source, field=format_.at)
         case _:
             raise InvalidRequestError(
-                "response_format.type must be text, json_object or json_schema.",
-                param="response_format.type",
+                f"{format_.at}.type must be text, json_object or json_schema.",
+                param=f"{format_.at}.type",
             )
 
 

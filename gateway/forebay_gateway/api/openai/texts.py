@@ -100,8 +100,9 @@ def check(request: GenerationRequest, card: ModelCard) -> None:
         value = getattr(request, name)
         if value is None or (name in _ASK_NOTHING and value == _ASK_NOTHING[name]):
             continue
+        at = value.at if isinstance(value, ResponseFormat) else name
         raise UnsupportedError(
-            f"{name} is not supported: what serves this model does not take it.", param=name
+            f"{at} is not supported: what serves this model does not take it.", param=at
         )
 
 

@@ -154,15 +154,14 @@ class ResponsesService:
         try:
             chat = chat_request(request, chat_messages(items, request.instructions))
             try:
-                turn = await prepared(chat)
+                return await prepared(chat)
             except ContextLengthError as error:
                 longer = caller.route is not None and caller.route.leads_on(error)
                 if request.truncation != "auto" or longer:
                     raise
-                turn = await prepared(await fitting(self._turns, request, items, caller, size))
+                return await prepared(await fitting(self._turns, request, items, caller, size))
         except ForebayError as error:
             raise renamed(error, request) from None
-        return _with_own_names(turn)
 
 
 class _Asked(NamedTuple):
@@ -224,14 +223,3 @@ def _logprobs(turn: Turn) -> ChatLogprobs | None:
     if turn.logprobs is None:
         return None
     return ChatLogprobs(turn.reading.vocabulary, turn.logprobs)
-
-
-def _with_own_names(turn: Turn) -> Turn:
-    """A grammar that the engine refuses is refused in this dialect's name of its field."""
-    job = turn.job
-    grammar = job.sampling.grammar
-    if grammar is None or grammar.field != "response_format":
-        return turn
-    grammar = msgspec.structs.replace(grammar, field="text.format")
-    sampling = msgspec.structs.replace(job.sampling, grammar=grammar)
-    return turn._replace(job=msgspec.structs.replace(job, sampling=sampling))

@@ -43,11 +43,16 @@ _SAME = (
 )
 """Fields that mean the same under the same name."""
 
+
+class _TextFormat(ResponseFormat, frozen=True):
+    at = "text.format"
+    schema_at = "text.format.schema"
+
+
 _FUNCTION = re.compile(r"^tools\[(\d+)\]\.function\b")
 _NAMES = (
     (re.compile(r"^messages\b.*"), "input"),
-    (re.compile(r"^response_format\.json_schema\b"), "text.format"),
-    (re.compile(r"^response_format\b"), "text.format"),
+    (re.compile(r"^response_format(?:\.json_schema)?\b"), "text.format"),  # as upstreams say it
     (re.compile(r"^tool_choice\.function\b"), "tool_choice"),
     (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
     (re.compile(r"^max_(?:completion_)?tokens\b"), "max_output_tokens"),
@@ -99,17 +104,13 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
         raise InvalidRequestError(
             "text.format.type must be text, json_object or json_schema.", param="text.format.type"
         )
-    if request.structured_outputs is not None:
-        raise InvalidRequestError(
-            "text.format and structured_outputs exclude each other.", param="structured_outputs"
-        )
     schema = null() if isinstance(format_.schema, UnsetType) else format_.schema
     if format_.type == "json_object":
-        return ResponseFormat("json_object", schema=schema)
+        return _TextFormat("json_object", schema=schema)
     if format_.name is None:
         raise _required("text.format.name")
     named = JsonSchemaFormat(format_.name, schema, format_.strict, format_.description)
-    return ResponseFormat("json_schema", named)
+    return _TextFormat("json_schema", named)
 
 
 def _template_kwargs(
