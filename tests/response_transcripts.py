@@ -94,6 +94,7 @@ class _Items:
             self.logprobs += event.get("logprobs", [])
         elif kind == "response.function_call_arguments.done":
             assert event["arguments"] == self.text, "arguments"
+            assert event["name"] == self.open["name"], "name"
         elif kind == "response.custom_tool_call_input.done":
             assert event["input"] == self.text, "input"
         elif kind in ("response.output_text.done", "response.reasoning_text.done"):

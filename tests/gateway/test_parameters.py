@@ -282,6 +282,19 @@ def test_tokens_are_named_by_their_ids_when_asked(tiny: Tiny, where: str) -> Non
     assert all(name.startswith("token_id:") for name in tops)
 
 
+def test_a_texts_alternatives_hold_the_chosen_token_too(tiny: Tiny) -> None:
+    for count in (0, 2):
+        fields = {"echo": True, "logprobs": count, "return_tokens_as_token_ids": True}
+        logprobs = choice(tiny.complete(**fields))["logprobs"]
+        names, scores, tops = (
+            logprobs[name][1:] for name in ("tokens", "token_logprobs", "top_logprobs")
+        )
+        for name, score, top in zip(names, scores, tops, strict=True):
+            assert top[name] == score
+            assert len(top) == count + (list(top).index(name) == count)
+            assert list(top.values()) == sorted(top.values(), reverse=True)
+
+
 def test_documents_reach_the_template(tiny: Tiny) -> None:
     count = tiny.chat().json()["usage"]["prompt_tokens"]
     documents = [{"title": "t", "text": "The fox"}, {"text": "The dog"}]

@@ -162,13 +162,14 @@ class CompletionLogprobs:
         arrays.text_offset.append(self._offset)
         arrays.tokens.append(f"token_id:{token_id}" if self._as_ids else text)
         arrays.token_logprobs.append(None if entry is None else _finite(entry.logprob))
-        arrays.top_logprobs.append(None if entry is None else self._alternatives(entry))
+        arrays.top_logprobs.append(None if entry is None else self._alternatives(token_id, entry))
         self._offset += len(text)
 
-    def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Best first; of two tokens with one text the better counts."""
+    def _alternatives(self, chosen: int, entry: TokenLogprobs) -> dict[str, float]:
+        """Best first, and at the end the chosen token where it is none of them: one more than was
+        asked for, as OpenAI has it. Of two tokens with one text the better counts."""
         found: dict[str, float] = {}
-        for token_id, logprob in entry.top[: self._top]:
+        for token_id, logprob in (*entry.top[: self._top], (chosen, entry.logprob)):
             text = _text(self._vocabulary.spelling(token_id))
             found.setdefault(f"token_id:{token_id}" if self._as_ids else text, _finite(logprob))
         return found

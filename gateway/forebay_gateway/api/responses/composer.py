@@ -223,7 +223,8 @@ class Composer:
 
     def _call_done(self, item: CallItem | CustomCallItem) -> bytes:
         if isinstance(item, CallItem):
-            members = b'%b,"arguments":%b' % (self._place, encode(item.arguments))
+            said = self._place, encode(item.name), encode(item.arguments)
+            members = b'%b,"name":%b,"arguments":%b' % said
             return self.event("response.function_call_arguments.done", members)
         members = b'%b,"input":%b' % (self._place, encode(item.input))
         return self.event("response.custom_tool_call_input.done", members)
