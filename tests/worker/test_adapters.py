@@ -14,7 +14,7 @@ from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import Delta, Failed, Started
 from forebay_worker.checkpoint.adapters import adapter_revision
-from forebay_worker.engine import devices, runner
+from forebay_worker.engine import runner
 from forebay_worker.engine.batch import ScheduledRow
 from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.intake import Limits
@@ -286,11 +286,3 @@ def test_the_revision_differs_when_any_number_does(base: Path, tmp_path: Path) -
     between = adapter_revision(tmp_path)
     write(tmp_path, tensors, r=4, lora_alpha=16)
     assert len({before, between, adapter_revision(tmp_path)}) == 3
-
-
-def test_a_card_refuses_adapters(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ModelError, match="adapters are served on a CPU alone"):
-        devices.make_runner(base, WorkerSettings(), {"sql": tmp_path})

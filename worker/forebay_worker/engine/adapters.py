@@ -5,7 +5,7 @@ not understood. It knows names and shapes, not what a product is of.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,6 @@ from forebay_worker.kernels.reference import LowRank
 from forebay_worker.models.config import ModelConfig, ModelError
 from forebay_worker.models.decoder import LAYERS, Parameter, adaptable
 
-RANK_STEP = 4
-"""Ranks are filled up to a multiple of it: the CPU's kernel takes four at once."""
 _PREFIXES = ("base_model.model.", "model.")
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -85,10 +83,11 @@ def load_adapters(
     max_rank: int,
     dtype: torch.dtype,
     device: torch.device,
-    rank_step: int = RANK_STEP,
+    filled: Callable[[int], int],
 ) -> dict[str, LowRank]:
     """What the adapters add to each of the model's `adaptable` matrices, by its name; nothing
-    without adapters. They are numbered in the order of `paths`.
+    without adapters. They are numbered in the order of `paths`; `filled` says to which rank the
+    largest of theirs, and so all, are filled up.
 
     Raises ModelError that names the adapter and the first thing that is wrong with it.
     """
@@ -96,7 +95,7 @@ def load_adapters(
         return {}
     with ExitStack() as stack:
         found = [_Stored.open(*each, max_rank, stack) for each in paths.items()]
-        rank = -(-max(each.config.r for each in found) // rank_step) * rank_step
+        rank = filled(max(each.config.r for each in found))
         loaded: dict[str, LowRank] = {}
         for parameter in adaptable(config):
             low = _blank(len(found), rank, parameter, dtype, device)

@@ -18,11 +18,13 @@ from forebay_worker.engine.staging import Array, Fields, Layout
 
 
 class StepShape(NamedTuple):
-    """Sizes of a step, padding included: decode rows, and tokens and rows of prefill chunks."""
+    """Sizes of a step, padding included: decode rows, and tokens and rows of prefill chunks;
+    `adapted`: some row has an adapter."""
 
     decodes: int
     tokens: int = 0
     chunks: int = 0
+    adapted: bool = False
 
     @property
     def rows(self) -> int:
@@ -43,6 +45,8 @@ class StepShape(NamedTuple):
         }
         if self.chunks:
             fields = {**fields, "starts": ("i8", rows + 1), "logits_at": ("i8", rows)}
+        if self.adapted:
+            fields = {**fields, "adapters": ("i4", tokens)}
         return Layout(fields)
 
 
@@ -59,7 +63,7 @@ class StepInputs:
     """The arrays of the step that is next, and the cells of the block tables that it changes."""
 
     def __init__(self, most_rows: int, most_tokens: int, most_blocks: int, block_size: int) -> None:
-        sizes = StepShape(most_rows, most_tokens, 1).layout.fields
+        sizes = StepShape(most_rows, most_tokens, 1, adapted=True).layout.fields
         self.arrays: dict[str, Array] = {
             name: np.zeros(count, kind) for name, (kind, count) in sizes.items()
         }
@@ -88,6 +92,8 @@ class StepInputs:
         self._seat(decodes)
         self._fill_decodes(decodes, shape.decodes)
         self._fill_chunks(rows[num_decodes:], shape)
+        if shape.adapted:
+            self._fill_adapters(rows, num_decodes, shape)
         chunks = shape.decodes + self._counting[: len(rows) - num_decodes]
         places = np.concatenate((self._places, chunks))
         asked = np.flatnonzero(self._host[places]).tolist()
@@ -202,6 +208,16 @@ class StepInputs:
         rest = slice(start, first + shape.tokens)
         arrays["token_ids"][rest] = arrays["positions"][rest] = 0
         arrays["kv_slots"][rest] = -1
+
+    def _fill_adapters(
+        self, rows: Sequence[ScheduledRow], num_decodes: int, shape: StepShape
+    ) -> None:
+        """The number of each token's adapter; -1 without, and for padding."""
+        adapters, starts = self.arrays["adapters"], self.arrays["starts"]
+        adapters[: shape.decodes + shape.tokens] = -1
+        adapters[self._places] = [row.sequence.adapter for row in rows[:num_decodes]]
+        for at, row in enumerate(rows[num_decodes:], shape.decodes):
+            adapters[starts[at] : starts[at + 1]] = row.sequence.adapter
 
     def _fill_chunk(self, at: int, start: int, row: ScheduledRow) -> int:
         """Writes the chunk as row `at`, its tokens from `start` on; where they end."""

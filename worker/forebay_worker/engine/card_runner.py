@@ -6,6 +6,7 @@ a sequence between steps is its KV, at the blocks that the caller names, and its
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from forebay_shared.settings import WorkerSettings
 
 from forebay_worker.engine import fp8_weights, loading
+from forebay_worker.engine.adapters import load_adapters
 from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
 from forebay_worker.engine.card_inputs import StepInputs, StepShape
 from forebay_worker.engine.card_sampling import CardSampler, CardStep
@@ -23,10 +25,11 @@ from forebay_worker.engine.card_steps import (
     decode_sizes,
     mixed_shapes,
 )
-from forebay_worker.engine.loading import GIB, dtype_of
+from forebay_worker.engine.loading import GIB, NO_ADAPTERS, dtype_of
 from forebay_worker.engine.scoring import Logits
 from forebay_worker.kernels.card import CardOps
 from forebay_worker.kernels.fp8 import E4M3
+from forebay_worker.kernels.low_rank import filled
 from forebay_worker.kernels.reference import KvCache
 from forebay_worker.models.config import ModelConfig, ModelError
 from forebay_worker.models.decoder import Decoder, fold_norm, quantize
@@ -52,8 +55,10 @@ class CardRunner:
         device: torch.device | None = None,
         *,
         graphs: bool = True,
+        adapters: Mapping[str, Path] = NO_ADAPTERS,
     ) -> None:
-        """Loads the model. Raises ModelError when it, or its cache, does not fit the settings.
+        """Loads the model, and adapters from their directories, by name. Raises ModelError when it,
+        its cache or one of them does not fit the settings.
 
         On a `device` without graphs (Triton's interpreter), `kv_cache_memory_bytes` must be given.
         """
@@ -71,7 +76,8 @@ class CardRunner:
         self._most_blocks = -(-self.max_model_len // self.block_size)
         self._most_rows = batch_rows(min(settings.max_num_seqs, self.token_budget))
         self._most_tokens = max(self.token_budget, CHUNK_TOKENS[-1])
-        self._load(checkpoint, settings)
+        self._adapts = bool(adapters)
+        self._load(checkpoint, settings, adapters)
         self._inputs = StepInputs(
             len(self._sampler.logits), self._most_tokens, self._most_blocks, self.block_size
         )
@@ -95,7 +101,8 @@ class CardRunner:
         """Starts a step behind those launched before. At most two may be in flight."""
         decodes = next((at for at, row in enumerate(rows) if row.num_new > 1), len(rows))
         tokens = sum(row.num_new for row in rows[decodes:])
-        shape = self._steps.shape(decodes, tokens, len(rows) - decodes)
+        adapted = self._adapts and any(row.sequence.adapter >= 0 for row in rows)
+        shape = self._steps.shape(decodes, tokens, len(rows) - decodes, adapted=adapted)
         try:
             places, on_host, scored = self._inputs.fill(rows, decodes, shape)
             self._steps.set_cells(*self._inputs.take_cells())
@@ -118,13 +125,16 @@ class CardRunner:
         hidden = steps.run_scored(shape, arrays, scored)
         return lambda start, stop: steps.logits_of(hidden[start:stop])
 
-    def _load(self, checkpoint: Path, settings: WorkerSettings) -> None:
-        config = self.config
+    def _load(
+        self, checkpoint: Path, settings: WorkerSettings, adapters: Mapping[str, Path]
+    ) -> None:
+        config, most = self.config, settings.max_lora_rank
+        low = load_adapters(adapters, config, most, self._dtype, self._device, filled)
         folded = not config.weights_are_fp8  # into e4m3 a gain cannot be folded
 
         def prepare(name: str, loaded: dict[str, torch.Tensor]) -> None:
             if folded:
-                fold_norm(name, loaded)
+                fold_norm(name, loaded, low)
             if folded and settings.quantization == "fp8":
                 quantize(name, loaded)
 
@@ -132,7 +142,7 @@ class CardRunner:
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         self._ops = CardOps(*heads, self._device, folded=folded, e4m3_cache=self._kv_dtype == E4M3)
         self._kv_scales = self._stack_kv_scales(weights)
-        self._decoder = Decoder(config, weights, self._ops, self.max_model_len)
+        self._decoder = Decoder(config, weights, self._ops, self.max_model_len, low)
         rows = self._most_rows + MOST_CHUNKS
         self._sampler = CardSampler(rows, self.vocab_size, self._dtype, self._device)
         if self._device.type == "cuda":
@@ -199,7 +209,7 @@ class CardRunner:
     def _graph_bytes(self, activations: int) -> int:
         """What the graphs will take: something each, and the buffers of the largest together."""
         mixed = mixed_shapes(self._most_rows, self.token_budget)
-        count = len(decode_sizes(self._most_rows)) + len(mixed)
+        count = (len(decode_sizes(self._most_rows)) + len(mixed)) * (1 + self._adapts)
         largest = max(shape.decodes + shape.tokens for shape in mixed)
         return count * _GRAPH_BYTES + activations * largest // self.token_budget
 
@@ -210,7 +220,7 @@ class CardRunner:
         length = min(self.token_budget, self.max_model_len)
         rows = max(1, min(self.token_budget // length, self._most_rows))
         tokens = rows * length
-        shape = StepShape(0, tokens, len(self._sampler.logits))
+        shape = StepShape(0, tokens, len(self._sampler.logits), self._adapts)
         arrays = {
             **self._inputs.arrays,
             "positions": np.tile(np.arange(length), rows),
@@ -224,7 +234,7 @@ class CardRunner:
     @torch.inference_mode()
     def _capture(self) -> None:
         free, _ = torch.cuda.mem_get_info()
-        self._steps.capture(self._most_rows, self.token_budget)
+        self._steps.capture(self._most_rows, self.token_budget, adapts=self._adapts)
         left, _ = torch.cuda.mem_get_info()
         _log.info("graphs took %.2f GiB, %.2f are left", (free - left) / GIB, left / GIB)
 

@@ -71,7 +71,7 @@ class CardSteps:
         device = cache.keys.device
         rows = len(sampler.logits)
         self._decoder, self._ops, self._cache, self._sampler = decoder, ops, cache, sampler
-        self._staging = Staging(StepShape(rows, most_tokens, 1).layout.size, device)
+        self._staging = Staging(StepShape(rows, most_tokens, 1, adapted=True).layout.size, device)
         self._tables = torch.zeros((rows, most_blocks), dtype=torch.int32, device=device)
         self._cells = [
             Layout({"at": ("i8", size), "blocks": ("i4", size)}) for size in _CELLS
@@ -82,12 +82,19 @@ class CardSteps:
         self._decode_shapes: list[StepShape] = []
         self._mixed_shapes: list[StepShape] = []
 
-    def capture(self, most_rows: int, most_tokens: int) -> None:
+    def capture(self, most_rows: int, most_tokens: int, *, adapts: bool = False) -> None:
         """Graphs for steps of up to so many sequences and tokens, the largest first, so that the
-        others fit into its memory."""
+        others fit into its memory; where it `adapts`, others for steps with adapters besides."""
         pool = torch.cuda.graph_pool_handle()
-        decodes = [StepShape(size) for size in decode_sizes(most_rows)]
-        mixed = mixed_shapes(most_rows, most_tokens)
+        kinds = (False, True) if adapts else (False,)
+        decodes = [
+            StepShape(size, adapted=kind) for size in decode_sizes(most_rows) for kind in kinds
+        ]
+        mixed = [
+            shape._replace(adapted=kind)
+            for shape in mixed_shapes(most_rows, most_tokens)
+            for kind in kinds
+        ]
         with collector.held():  # what is freed on the card while a graph is captured spoils it
             for shape in sorted((*decodes, *mixed), key=lambda each: -sum(each[:2])):
                 layout = shape.layout
@@ -100,13 +107,15 @@ class CardSteps:
                 self._graphs[shape] = layout, graph.replay
         self._decode_shapes, self._mixed_shapes = decodes, mixed
 
-    def shape(self, decodes: int, tokens: int, chunks: int) -> StepShape:
+    def shape(self, decodes: int, tokens: int, chunks: int, *, adapted: bool = False) -> StepShape:
         """The shape for so many rows: the smallest captured one, or barely padded."""
         captured = self._mixed_shapes if chunks else self._decode_shapes
         for shape in captured:
+            if shape.adapted != adapted:
+                continue
             if decodes <= shape.decodes and tokens <= shape.tokens and chunks <= shape.chunks:
                 return shape
-        return StepShape(padded(decodes), tokens, padded(chunks))
+        return StepShape(padded(decodes), tokens, padded(chunks), adapted)
 
     def run(self, shape: StepShape, arrays: dict[str, Array]) -> None:
         """Sends the step's packet and starts it; what it samples is the sampler's then."""
@@ -162,6 +171,7 @@ class CardSteps:
             logits_at=arrays.get("logits_at", self._counting[: shape.rows]),
             host_starts=[],
             host_kv_lens=[],
+            adapters=arrays.get("adapters"),
         )
         self._ops.begin(step)
         hidden = self._decoder.hidden(step, self._cache)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from forebay_shared.settings import WorkerSettings
 
-from forebay_worker.engine.runner import NO_ADAPTERS, Runner
+from forebay_worker.engine.loading import NO_ADAPTERS
+from forebay_worker.engine.runner import Runner
 from forebay_worker.models.config import ModelError
 
 if TYPE_CHECKING:
@@ -27,10 +28,8 @@ def make_runner(
         return Runner(checkpoint, settings, adapters)
     if not has_card:
         raise ModelError("--device cuda: torch finds no CUDA card on this machine.")
-    if adapters:
-        raise ModelError("--lora-modules: adapters are served on a CPU alone, with --device cpu.")
     try:
         from forebay_worker.engine.card_runner import CardRunner
     except ImportError as error:
         raise ModelError(f"--device cuda needs the package triton ({error}).") from error
-    return CardRunner(checkpoint, settings)
+    return CardRunner(checkpoint, settings, adapters=adapters)

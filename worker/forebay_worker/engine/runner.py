@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,7 @@ from forebay_shared.settings import WorkerSettings
 from forebay_worker.engine import loading, weights
 from forebay_worker.engine.adapters import load_adapters
 from forebay_worker.engine.batch import Sampled, ScheduledRow, StepInput, flatten
-from forebay_worker.engine.loading import GIB, dtype_of
+from forebay_worker.engine.loading import GIB, NO_ADAPTERS, dtype_of
 from forebay_worker.engine.sampler import sample
 from forebay_worker.engine.scoring import add_scores
 from forebay_worker.engine.threads import physical_cores
@@ -35,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 Forward = Callable[[Step, KvCache], torch.Tensor]
 
-NO_ADAPTERS: Mapping[str, Path] = MappingProxyType({})
 BLOCK_SIZE = 16
 TOKEN_BUDGET = 256
 """A step cannot be cut short: of 2,048 tokens it takes seconds, in which no other stream gets a
@@ -126,7 +124,9 @@ class Runner:
         plain = self._dtype != torch.float32 or self.config.experts is not None
         fused = None if plain else _fused()
         dtype = self._dtype
-        low = load_adapters(adapters, self.config, settings.max_lora_rank, dtype, self._device)
+        low = load_adapters(
+            adapters, self.config, settings.max_lora_rank, dtype, self._device, _whole_fours
+        )
         if fused is not None:
             dtype = self._stored_dtype(checkpoint, settings)
         loaded = loading.load(checkpoint, self.config, settings, dtype, self._device)
@@ -168,6 +168,11 @@ class Runner:
         """Zeros by calloc: the system gives the pages when they are first written."""
         raw = np.zeros(int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
         return torch.from_numpy(raw).view(self._dtype).view(shape)
+
+
+def _whole_fours(rank: int) -> int:
+    """As the compiled decoder takes ranks: four at once."""
+    return -(-rank // 4) * 4
 
 
 def _fused() -> "type[FusedDecoder] | None":

@@ -17,8 +17,6 @@ from torch import Tensor
 from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
 from forebay_worker.kernels.reference import LowRank
 
-LEAST_RANK = 16
-"""Of a tile of the matrix unit; ranks are powers of two."""
 _TILE_M, _TILE_N, _TILE_K = 16, 64, 128
 _SLICE = 512
 _MOST_SLICES = 8
@@ -94,6 +92,11 @@ def _expand_kernel(
     target = out + row[:, None].to(tl.int64) * stride_out + first + column[None, :]
     before = tl.load(target, mask=touched, other=0.0)
     tl.store(target, (before.to(tl.float32) + acc).to(kind), mask=touched)
+
+
+def filled(rank: int) -> int:
+    """The rank that these kernels take it for: a power of two, and a tile of the matrix unit."""
+    return max(16, triton.next_power_of_2(rank))
 
 
 def adapt(out: Tensor, x: Tensor, low: LowRank, adapters: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 LAYERS = "model.layers."
 ROUTER = "mlp.gate.weight"
+NO_LOW_RANKS: Mapping[str, LowRank] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +125,17 @@ _NORMS = {
 """Products that come after a norm of the layer."""
 
 
-def fold_norm(name: str, weights: Mapping[str, Tensor]) -> None:
-    """If weight `name` comes after a norm, moves the norm's gain into it, in place: gain * x @ W^T
-    is x @ (W * gain)^T. The norm's own gain becomes 1."""
+def fold_norm(
+    name: str, weights: Mapping[str, Tensor], adapters: Mapping[str, LowRank] = NO_LOW_RANKS
+) -> None:
+    """If weight `name` comes after a norm, moves the norm's gain into it, and into what adapters
+    add to it, in place: gain * x @ W^T is x @ (W * gain)^T. The norm's own gain becomes 1."""
     for product, norm in _NORMS.items():
         if name.endswith(product):
             gain = weights[name.removesuffix(product) + norm]
             weights[name].mul_(gain)
+            if (low := adapters.get(name)) is not None:
+                low.a.mul_(gain)
             gain.fill_(1)
 
 
@@ -160,9 +165,6 @@ def adaptable(config: ModelConfig) -> Iterator[Parameter]:
             yield each
 
 
-_NO_ADAPTERS: Mapping[str, LowRank] = MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True)
 class Layer:
     attention: Attention
@@ -178,7 +180,7 @@ class Decoder:
         weights: Mapping[str, Tensor],
         ops: Ops,
         max_model_len: int,
-        adapters: Mapping[str, LowRank] = _NO_ADAPTERS,
+        adapters: Mapping[str, LowRank] = NO_LOW_RANKS,
     ) -> None:
         """`weights` holds each of `parameters(config)` by its name, all on one device; beside a
         weight of e4m3 its `scale_of`, as `Fp8` has it. `adapters`: of `adaptable`, likewise."""
