@@ -183,6 +183,11 @@ def pepper() -> str:
     return "fb:{teams}:pepper"
 
 
+def pepper_mark() -> str:
+    """String: the fingerprint of the pepper that a fleet began with."""
+    return "fb:{teams}:pepper_mark"
+
+
 def response(team: str, response_id: str) -> str:
     """Hash: a stored response, the input that it answers, and how far it is."""
     return f"fb:{{r:{team}}}:response:{response_id}"

@@ -279,6 +279,26 @@ async def test_the_first_key_can_be_made_while_the_mirror_asks_for_news(
         assert redis_server.client.get(keys.pepper()) == drawn
 
 
+async def test_a_gateway_with_another_pepper_says_so(
+    redis_server: RedisServer, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = redis_server.url
+    async with gateways(url, 1, wait_until) as [first], gateways(url, 1, wait_until) as [same]:
+        assert not first.teams.sync.pepper_differs
+        assert not same.teams.sync.pepper_differs
+        assert not caplog.records
+        for other in (Secret("another"), Secret("")):
+            caplog.clear()
+            async with gateways(url, 1, wait_until, key_pepper=other) as [odd]:
+                await odd.teams.sync.make_pepper()
+                assert odd.teams.sync.pepper_differs
+                gauge = f'forebay_pepper_differs{{gateway="{odd.gateway}"}} 1.0'
+                assert gauge in await odd.metrics()
+                lines = [each for each in caplog.records if "pepper" in each.message]
+                assert len(lines) == 1
+        assert not first.teams.sync.pepper_differs
+
+
 async def test_a_fleet_gets_its_first_owner_once(
     redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:

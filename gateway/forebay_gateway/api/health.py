@@ -37,6 +37,8 @@ def health_routes(
         if not backend.roster.ready:
             raise NoWorkerError("No worker is ready.", retry_after_s=1.0)
         await warm()
+        if backend.teams is not None and backend.teams.sync.pepper_differs:
+            return Answer(b'{"status":"ready","warning":"the pepper is not the fleet\'s"}')
         return Answer(b'{"status":"ready"}')
 
     @get("/version")

@@ -63,6 +63,11 @@ class TeamsCollector(Collector):
         yield _gauge(
             "directory_age_seconds", "Since the mirror was last known to be whole.", sync.age_s
         )
+        yield _gauge(
+            "pepper_differs",
+            "1 where this gateway's pepper is not its fleet's, so that it knows no key of others.",
+            float(sync.pepper_differs),
+        )
         yield _counter("directory_loads", "Times that the mirror was loaded whole.", sync.reloads)
 
     def _books(self) -> Iterable[Metric]:

@@ -55,6 +55,12 @@ def digest(pepper: bytes, key_id: str, secret: bytes) -> str:
     return blake2b(message, key=pepper[:64], digest_size=32, person=b"forebay-key").hexdigest()
 
 
+def fingerprint(pepper: bytes) -> str:
+    """What two gateways compare to know whether they have one pepper. Whoever guesses the pepper by
+    it still lacks the secrets, which are random."""
+    return blake2b(key=pepper[:64], digest_size=16, person=b"forebay-pepper").hexdigest()
+
+
 def same(one: str, other: str) -> bool:
     """Compares digests in constant time."""
     return hmac.compare_digest(one, other)

@@ -21,6 +21,7 @@ from forebay_shared.reader import Feed
 from forebay_shared.wire import Changed
 
 from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.secrets import fingerprint
 from forebay_gateway.teams.stream import ask
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class DirectorySync:
     """The one that writes the mirror.
 
     `fresh_at`: when the mirror was last known to be whole, in the loop's seconds; None: never yet.
+    `pepper_differs`: the fleet began with another pepper, so keys made elsewhere open nothing here.
     """
 
     def __init__(self, url: str, directory: Directory, pepper: str = "") -> None:
@@ -48,6 +50,7 @@ class DirectorySync:
         self._loading = False
         self._meanwhile: list[Changed] = []
         self.pepper = self._given_pepper
+        self.pepper_differs = False
         self.fresh_at: float | None = None
         self.polls = 0
         self.reloads = 0
@@ -116,9 +119,10 @@ class DirectorySync:
             try:
                 commands = [("SET", keys.pepper(), drawn, "NX"), ("GET", keys.pepper())]
                 _, pepper = await ask(link, commands, ROUND_TRIP_S)
+                self.pepper = cast(bytes, pepper)
+                await self._compare_pepper(link)
             finally:
                 await link.close()
-            self.pepper = cast(bytes, pepper)
         return self.pepper
 
     async def _check(self) -> None:
@@ -143,6 +147,7 @@ class DirectorySync:
             first = await ask(self._link, commands, ROUND_TRIP_S)
             values = await self._scan()
             self.pepper = self._given_pepper or cast("bytes | None", first[1]) or b""
+            await self._compare_pepper(self._link)
             self._directory.load(int(cast(bytes, first[0] or b"0")), values.items())
             self.fresh_at = asyncio.get_running_loop().time()
         finally:
@@ -152,6 +157,22 @@ class DirectorySync:
         self.reloads += 1
         if self._directory.unreadable:
             log.warning("%d records of the directory are unreadable", self._directory.unreadable)
+
+    async def _compare_pepper(self, link: Link) -> None:
+        """The first gateway of a fleet leaves the fingerprint of its pepper for the others."""
+        if not self.pepper:
+            return
+        mark, name = fingerprint(self.pepper), keys.pepper_mark()
+        _, known = await ask(link, [("SET", name, mark, "NX"), ("GET", name)], ROUND_TRIP_S)
+        differs = known != mark.encode()
+        if differs and not self.pepper_differs:
+            log.error(
+                "the pepper of this gateway is not its fleet's: no key that another one made opens "
+                "anything here. Give all of them one FOREBAY_KEY_PEPPER; where it was changed on "
+                "purpose, delete %s from Redis",
+                name,
+            )
+        self.pepper_differs = differs
 
     async def _scan(self) -> dict[str, str]:
         values: dict[str, str] = {}
