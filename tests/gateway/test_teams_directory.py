@@ -436,6 +436,47 @@ async def test_a_new_keys_token_is_told_though_its_gateway_does_not_see_it_yet(
             assert teams.identify(split(token.encode()), "")
 
 
+async def test_a_document_of_many_keys_holds_nobody_up(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    fleet = Actor("boss", "owner")
+    names = [{"name": f"k{number}"} for number in range(5_000)]
+    tree = {"organisations": [{"id": "acme", "teams": [{"id": "red", "keys": names}]}]}
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        admin, turns = backend.teams.admin, 0
+        for dry_run in (True, False, True):
+            applying = asyncio.create_task(admin.apply(fleet, tree, dry_run=dry_run, prune=False))
+            before = turns
+            while not applying.done():
+                await asyncio.sleep(0.001)
+                turns += 1
+            assert turns - before > 4  # one, had it been read at one go
+            steps = (await applying)["changes"]
+            await wait_until(lambda: len(backend.teams.directory) in (0, 5_002))
+        assert steps == []
+        [team] = (await admin.export(fleet))["organisations"][0]["teams"]
+        assert sorted(key["name"] for key in team["keys"]) == sorted(key["name"] for key in names)
+
+
+async def test_apply_writes_over_nothing_that_changed_while_it_was_read(
+    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Actor("boss", "owner")
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        await write(backend, BASICS)
+
+        async def meanwhile() -> bytes:
+            await write(backend, [Team(id="red", organisation="acme", name="theirs")])
+            return PEPPER
+
+        monkeypatch.setattr(backend.teams.sync, "make_pepper", meanwhile)
+        red = {"id": "red", "name": "ours"}
+        tree = {"organisations": [{"id": "acme", "teams": [red]}]}
+        with pytest.raises(ConflictError, match="team/red is not as it was"):
+            await backend.teams.admin.apply(fleet, tree, dry_run=False, prune=False)
+        assert backend.teams.directory.team("red").name == "theirs"
+
+
 async def test_a_gateway_that_has_asked_for_keys_goes_on_when_redis_has_lost_them(
     redis_server: RedisServer, wait_until: WaitUntil
 ) -> None:
@@ -534,6 +575,6 @@ async def test_a_mirror_that_is_too_old_says_neither_yes_nor_no(
         with pytest.raises(BusError):
             backend.teams.admin.get(fleet, "team", "red")
         with pytest.raises(BusError):
-            backend.teams.admin.export(fleet)
+            await backend.teams.admin.export(fleet)
         with pytest.raises(BusError):
             await backend.teams.admin.apply(fleet, {}, dry_run=True, prune=True)

@@ -4,6 +4,7 @@ leaves a line in the audit log.
 It knows no HTTP. A secret leaves it once, in the answer to the call that made it.
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,11 @@ from forebay_shared.errors import (
 )
 from msgspec.structs import replace
 
-from forebay_gateway.teams import document, keymaker
+from forebay_gateway.teams import document, draft, keymaker
 from forebay_gateway.teams.checks import parse
 from forebay_gateway.teams.conditions import NONE, Conditions
 from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.draft import Pair
 from forebay_gateway.teams.guards import Actor, Guard
 from forebay_gateway.teams.records import Alias, Entry, Key, Kind, place_of
 from forebay_gateway.teams.store import Change, DirectoryStore, StaleError, UnseenError
@@ -31,6 +33,8 @@ MAX_PAGE = 1_000
 MAX_GRACE_S = 30 * 86_400.0
 MAX_AUDITED = 65_536
 """Characters of one audit line; a longer one names places only."""
+MAX_SHOWN = 1_000
+"""Changes in one audit line."""
 
 Tree = dict[str, Any]
 
@@ -154,8 +158,8 @@ class Admin:
         """Makes the directory what a document says: the steps, and the tokens of keys it made."""
         Guard(actor, self._directory).must_own_the_fleet()
         self._must_be_fresh()
-        entries = document.read(body, self._directory)
-        steps = document.difference(entries, self._directory, prune=prune)
+        directory = self._directory.copy()
+        steps = await asyncio.to_thread(draft.steps, body, directory, prune=prune)
         shown = [{"action": s.action, "place": s.label, "fields": s.fields} for s in steps]
         if dry_run:  # it refuses what the apply would refuse
             changes = {step.place: step.after for step in steps}
@@ -163,23 +167,16 @@ class Admin:
             self._store.check(changes)
             return {"dry_run": True, "changes": shown}
         pepper = await self._sync.make_pepper() if steps else b""
-        tokens: dict[str, str] = {}
-        pairs: list[tuple[Entry | None, Entry | None]] = []
-        for step in steps:
-            kind, _, name = step.place.partition("/")
-            before, after = self._directory.get(cast(Kind, kind), name), step.after
-            if isinstance(after, Key) and step.action == "create":
-                after, tokens[step.label] = keymaker.make(after, pepper, time.time())
-            pairs.append((before, after))
+        pairs, changes, tokens = await asyncio.to_thread(draft.drafted, steps, directory, pepper)
         with contextlib.suppress(UnseenError):
-            await self._commit(actor, "apply", pairs)
+            await self._write(actor, "apply", pairs, changes)
         return {"dry_run": False, "changes": shown, "tokens": tokens}
 
-    def export(self, actor: Actor) -> Tree:
+    async def export(self, actor: Actor) -> Tree:
         """The document of all that is there; without secrets."""
         Guard(actor, self._directory).must_own_the_fleet()
         self._must_be_fresh()
-        return document.write(self._directory)
+        return await asyncio.to_thread(document.write, self._directory.copy())
 
     def _must_be_fresh(self) -> None:
         """Raises BusError where the mirror is too old: an empty one would be a lie."""
@@ -196,7 +193,7 @@ class Admin:
         self,
         actor: Actor,
         action: str,
-        pairs: Sequence[tuple[Entry | None, Entry | None]],
+        pairs: Sequence[Pair],
         expected: int | None = None,
     ) -> None:
         """`expected` None: what was read a moment ago is what is changed."""
@@ -208,6 +205,16 @@ class Admin:
             )
             for before, after in pairs
         ]
+        try:
+            await self._write(actor, action, pairs, changes)
+        except StaleError as error:
+            if expected is not None:  # the caller said what it had read
+                raise PreconditionError(error.message) from None
+            raise
+
+    async def _write(
+        self, actor: Actor, action: str, pairs: Sequence[Pair], changes: Sequence[Change]
+    ) -> None:
         wanted = {change.place: change.entry for change in changes}
 
         def check() -> None:
@@ -215,16 +222,9 @@ class Admin:
             self._check_models(wanted)
 
         what = _audited(action, pairs)
-        try:
-            await self._store.commit(changes, who=actor.name, what=what, check=check)
-        except StaleError as error:
-            if expected is not None:  # the caller said what it had read
-                raise PreconditionError(error.message) from None
-            raise
+        await self._store.commit(changes, who=actor.name, what=what, check=check)
 
-    def _check_rights(
-        self, actor: Actor, pairs: Sequence[tuple[Entry | None, Entry | None]]
-    ) -> None:
+    def _check_rights(self, actor: Actor, pairs: Sequence[Pair]) -> None:
         """Raises PermissionDeniedError for records, before and after, that are not the actor's."""
         guard = Guard(actor, self._directory)
         for before, after in pairs:
@@ -272,17 +272,18 @@ def _place(before: Entry | None, after: Entry | None) -> str:
     return place_of(entry)
 
 
-def _audited(action: str, pairs: Sequence[tuple[Entry | None, Entry | None]]) -> str:
-    changes: list[Mapping[str, object]] = [
-        {
-            "place": _place(before, after),
-            "before": view(before) if before else None,
-            "after": view(after) if after else None,
-        }
-        for before, after in pairs
-    ]
-    line = msgspec.json.encode({"action": action, "changes": changes}).decode()
-    if len(line) > MAX_AUDITED:
-        places = [change["place"] for change in changes][:1_000]
-        line = msgspec.json.encode({"action": action, "places": places}).decode()
-    return line
+def _audited(action: str, pairs: Sequence[Pair]) -> str:
+    if len(pairs) <= MAX_SHOWN:
+        changes: list[Mapping[str, object]] = [
+            {
+                "place": _place(before, after),
+                "before": view(before) if before else None,
+                "after": view(after) if after else None,
+            }
+            for before, after in pairs
+        ]
+        line = msgspec.json.encode({"action": action, "changes": changes}).decode()
+        if len(line) <= MAX_AUDITED:
+            return line
+    places = [_place(before, after) for before, after in pairs[:MAX_SHOWN]]
+    return msgspec.json.encode({"action": action, "places": places}).decode()

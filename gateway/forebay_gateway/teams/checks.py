@@ -6,6 +6,7 @@ Every error names the field by its path. It knows no Redis and no HTTP.
 import ipaddress
 from collections.abc import Iterator, Sequence
 from datetime import date
+from functools import cache
 from typing import cast, get_args
 from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
@@ -156,21 +157,26 @@ def _badly_typed(message: str, where: str) -> InvalidRequestError:
     return InvalidRequestError(f"{at}: {text}.", param=at)
 
 
-def _unknown(tree: object, cls: object, where: str) -> Iterator[str]:
-    """Paths of fields in `tree` that `cls` does not have."""
+def _unknown(tree: object, struct: type[msgspec.Struct] | None, where: str) -> Iterator[str]:
+    """Paths of fields in `tree`, or in what it lists, that `struct` does not have."""
+    if struct is None:
+        return
     if isinstance(tree, list | tuple):
         for number, item in enumerate(cast("Sequence[object]", tree)):
-            yield from _unknown(item, cls, f"{where}[{number}]")
-    struct = _struct_in(cls)
-    if struct is None or not isinstance(tree, dict):
-        return
-    kinds: dict[str, object] = {each.encode_name: each.type for each in fields(struct)}
-    for name, value in cast("dict[str, object]", tree).items():
-        at = f"{where}.{name}"
-        if name not in kinds:
-            yield at
-        else:
-            yield from _unknown(value, kinds[name], at)
+            yield from _unknown(item, struct, f"{where}[{number}]")
+    elif isinstance(tree, dict):
+        known = _structs_by_field(struct)
+        for name, value in cast("dict[str, object]", tree).items():
+            at = f"{where}.{name}"
+            if name not in known:
+                yield at
+            else:
+                yield from _unknown(value, known[name], at)
+
+
+@cache  # msgspec evaluates the annotations anew each time, which takes a millisecond
+def _structs_by_field(struct: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None]:
+    return {each.encode_name: _struct_in(each.type) for each in fields(struct)}
 
 
 def _struct_in(cls: object) -> type[msgspec.Struct] | None:

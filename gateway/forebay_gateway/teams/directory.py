@@ -5,7 +5,7 @@ memory nor a question. Pure: no clock, no Redis, no HTTP.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 from forebay_shared.errors import ForebayError
@@ -123,21 +123,24 @@ class Directory:
             return entry.id
         return entry.team if isinstance(entry, User | Key | Alias) else ""
 
+    def copy(self) -> "Directory":
+        """As it is now, for a thread to read: 20,000 records take a millisecond."""
+        other = Directory(self._configured.values())
+        other.revision, other.generation = self.revision, self.generation
+        other._entries = {kind: dict(entries) for kind, entries in self._entries.items()}
+        other._revisions = dict(self._revisions)
+        other.unreadable, other.held = self.unreadable, self.held
+        return other
+
     def load(self, revision: int, values: Iterable[tuple[str, str]]) -> None:
         """Replaces everything by what Redis holds: `kind/id` and `revision json`, pairwise."""
-        entries: dict[Kind, dict[str, Entry]] = {kind: {} for kind in KINDS}
-        revisions: dict[str, int] = {}
-        unreadable = 0
-        for place, value in values:
-            kind, entry, own = _decode(place, value)
-            if kind is None or entry is None:
-                unreadable += 1
-                continue
-            entries[kind][entry.id] = entry
-            revisions[place] = own
-        self._entries, self._revisions = entries, revisions
-        self.unreadable = unreadable
-        self.held = self.held or bool(revisions) or unreadable > 0
+        self.replace(revision, decoded(values))
+
+    def replace(self, revision: int, records: "Records") -> None:
+        """Replaces everything by records."""
+        self._entries, self._revisions = records.entries, records.revisions
+        self.unreadable = records.unreadable
+        self.held = self.held or bool(records.revisions) or records.unreadable > 0
         self.revision = revision
         self.generation += 1
 
@@ -197,6 +200,29 @@ class Directory:
     def _at(self, place: str) -> Entry | None:
         kind, _, name = place.partition("/")
         return self._entries[cast(Kind, kind)].get(name)
+
+
+class Records(NamedTuple):
+    """All that Redis holds, by kind and id; revisions by place; and how many nobody can read."""
+
+    entries: dict[Kind, dict[str, Entry]]
+    revisions: dict[str, int]
+    unreadable: int
+
+
+def decoded(values: Iterable[tuple[str, str]]) -> Records:
+    """What `Directory.load` takes as records: 20,000 keys are half a second of work."""
+    entries: dict[Kind, dict[str, Entry]] = {kind: {} for kind in KINDS}
+    revisions: dict[str, int] = {}
+    unreadable = 0
+    for place, value in values:
+        kind, entry, own = _decode(place, value)
+        if kind is None or entry is None:
+            unreadable += 1
+            continue
+        entries[kind][entry.id] = entry
+        revisions[place] = own
+    return Records(entries, revisions, unreadable)
 
 
 def parents(entry: Entry) -> list[str]:

@@ -114,6 +114,9 @@ def _is_left(entry: Entry, wanted: set[str]) -> bool:
 def write(directory: Directory) -> Tree:
     """The document that `read` turns into what is there. Keys without a name are left out."""
     tree: Tree = {"models": [_plain(entry) for entry in directory.all("model")]}
+    of_teams: dict[str, list[Entry]] = {}
+    for entry in directory.everything():
+        of_teams.setdefault(directory.team_of(entry), []).append(entry)
     tree["aliases"] = [_plain(e) for e in directory.all("alias") if not directory.team_of(e)]
     tree["organisations"] = [
         {
@@ -124,7 +127,7 @@ def write(directory: Directory) -> Tree:
                 if key.organisation == organisation.id and not key.team
             ],
             "teams": [
-                _team(directory, team)
+                _team(team, of_teams[team.id])
                 for team in directory.all("team")
                 if directory.organisation_of(team) == organisation.id
             ],
@@ -138,8 +141,7 @@ def write(directory: Directory) -> Tree:
     return cast(Tree, _without_empty(tree))
 
 
-def _team(directory: Directory, team: Entry) -> Tree:
-    mine = [entry for entry in directory.everything() if directory.team_of(entry) == team.id]
+def _team(team: Entry, mine: Sequence[Entry]) -> Tree:
     parts: Tree = {section: [] for section in _INSIDE["team"]}
     for entry in mine:
         for section in parts:

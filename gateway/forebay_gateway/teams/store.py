@@ -92,11 +92,12 @@ class DirectoryStore:
     ) -> int:
         """As `commit`, without waiting for the mirror."""
         wanted = {change.place: change.entry for change in changes}
+        written = await asyncio.to_thread(_written, changes)
         deadline = asyncio.get_running_loop().time() + CONTENDED_S
         while True:
             check()
             self.check(wanted)
-            state, number = await self._send(changes, who, what, self._directory.revision)
+            state, number = await self._send(written, who, what, self._directory.revision)
             if state == _DONE:
                 return number
             if state == _STALE:
@@ -108,7 +109,7 @@ class DirectoryStore:
             await asyncio.sleep(AGAIN_S)
 
     async def _send(
-        self, changes: Sequence[Change], who: str, what: str, checked_at: int
+        self, written: Sequence[Argument], who: str, what: str, checked_at: int
     ) -> tuple[int, int]:
         """What `commit.lua` answers."""
         arguments: list[Argument] = [
@@ -118,10 +119,8 @@ class DirectoryStore:
             what,
             WIRE_VERSION,
             checked_at,
+            *written,
         ]
-        for change in changes:
-            value = "" if change.entry is None else encode(change.entry)
-            arguments += [change.place, change.expected, value]
         answer = await self._script.send(
             self._publisher,
             [keys.directory(), keys.directory_revision(), keys.changes(), keys.audit()],
@@ -171,3 +170,12 @@ class DirectoryStore:
             raise ConflictError("There is an issuer of these tokens already.")
         if len(named) > MAX_ISSUERS:
             raise ConflictError(f"There may be {MAX_ISSUERS} issuers at most.")
+
+
+def _written(changes: Sequence[Change]) -> list[Argument]:
+    """The changes as `commit.lua` reads them."""
+    arguments: list[Argument] = []
+    for change in changes:
+        value = "" if change.entry is None else encode(change.entry)
+        arguments += [change.place, change.expected, value]
+    return arguments

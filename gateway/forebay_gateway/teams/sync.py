@@ -20,7 +20,7 @@ from forebay_shared.packets import CHANGES
 from forebay_shared.reader import Feed
 from forebay_shared.wire import Changed
 
-from forebay_gateway.teams.directory import Directory
+from forebay_gateway.teams.directory import Directory, decoded
 from forebay_gateway.teams.secrets import fingerprint
 from forebay_gateway.teams.stream import ask
 
@@ -148,7 +148,8 @@ class DirectorySync:
             values = await self._scan()
             self.pepper = self._given_pepper or cast("bytes | None", first[1]) or b""
             await self._compare_pepper(self._link)
-            self._directory.load(int(cast(bytes, first[0] or b"0")), values.items())
+            records = await asyncio.to_thread(decoded, values.items())
+            self._directory.replace(int(cast(bytes, first[0] or b"0")), records)
             self.fresh_at = asyncio.get_running_loop().time()
         finally:
             self._loading = False

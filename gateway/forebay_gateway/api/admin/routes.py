@@ -98,7 +98,7 @@ def route_table(admin: Admin, reports: Reports) -> list[Route]:
         return _json(await admin.apply(call.actor, call.body, dry_run=dry_run, prune=prune))
 
     async def export(call: Call) -> Answer:
-        return _json(admin.export(call.actor))
+        return _json(await admin.export(call.actor))
 
     async def usage(call: Call) -> Answer:
         return _json(await reports.usage(call.actor, call.query))
