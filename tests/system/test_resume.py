@@ -15,6 +15,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+import transformers
+from adapter_house import make_adapter
 from fleet_house import AUTH, Fleet, Gateway, Worker, fleet, stream
 from messages import check_message, check_message_stream
 from patience import PATIENCE_S, START_S
@@ -73,6 +76,11 @@ class Case:
     fields: dict = field(default_factory=dict)
     streamed: bool = True
     model: str = "tiny"
+    adapter: str = ""
+
+    @property
+    def asked_for(self) -> str:
+        return self.adapter or self.model
 
     @property
     def body(self) -> dict:
@@ -80,7 +88,7 @@ class Case:
         if self.path == RESPONSES:
             asked = {"input": "What is the capital of France?", "store": False}
         usage = {"stream_options": {"include_usage": True}} if self._counts else {}
-        return {"model": self.model, **asked, **usage, **self.fields}
+        return {"model": self.asked_for, **asked, **usage, **self.fields}
 
     @property
     def _counts(self) -> bool:
@@ -97,12 +105,12 @@ class Case:
             return without_identity((check_events if self.streamed else check_response)(raw))
         if self.path == MESSAGES:
             check = check_message_stream if self.streamed else check_message
-            return {**check(raw, model=self.model), "id": ""}
+            return {**check(raw, model=self.asked_for), "id": ""}
         if not self.streamed:
-            check_answer(raw, model=self.model, n=self.n, chat=self.path == CHAT)
+            check_answer(raw, model=self.asked_for, n=self.n, chat=self.path == CHAT)
             return {**json.loads(raw), "id": "", "created": 0}
         chat = self.path == CHAT
-        check_stream(raw, model=self.model, n=self.n, include_usage=True, chat=chat)
+        check_stream(raw, model=self.asked_for, n=self.n, include_usage=True, chat=chat)
         return _folded(raw)
 
 
@@ -118,6 +126,8 @@ STOPPED = {"prompt": "abcdefghij" * 18 + "END", "stop": "END", "max_tokens": 400
 CASES = [
     Case("greedy", CHAT, GREEDY),
     Case("seeded", CHAT, SEEDED),
+    Case("an adapter", CHAT, SEEDED, adapter="sql"),
+    Case("an adapter in one piece", COMPLETIONS, GREEDY, streamed=False, adapter="sql"),
     Case("logprobs", CHAT, SEEDED | {"logprobs": True, "top_logprobs": 3}),
     Case("three choices", CHAT, SEEDED | {"n": 3}),
     Case("json schema", CHAT, SEEDED | {"max_tokens": 600, "response_format": NUMBERS}),
@@ -160,7 +170,8 @@ class House:
             return self.fleet.echo(20.0, *LONG)
         return self.fleet.worker(
             str(self.directory), "--served-model-name", "tiny", "--device", "cpu",
-            "--max-model-len", str(MAX_LEN), *LONG, TEST_PACE_S="0.03",
+            "--max-model-len", str(MAX_LEN), *LONG, "--enable-lora", "--lora-modules",
+            f"sql={self.directory / 'sql'}", TEST_PACE_S="0.03",
         )  # fmt: skip
 
     def set_apart(self, spare: Worker, left: int) -> None:
@@ -180,6 +191,8 @@ class House:
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     directory = make_directory(tmp_path_factory.mktemp("tiny"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    make_adapter(model, directory / "sql")
     with redis_running() as redis, fleet(redis) as processes:
         gateway = processes.gateway("--tool-call-parser", "hermes")
         one = House(processes, gateway, directory)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from adapter_house import make_adapter
 from tiny_models import VOCAB, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -38,11 +39,13 @@ def test_the_echo_engine_keeps_the_rules_of_adapters() -> None:
 
 
 def test_the_native_engine_keeps_every_rule(tmp_path: Path) -> None:
-    make_model("llama", tmp_path, max_position_embeddings=4096)  # room for seconds of steps
+    model = make_model("llama", tmp_path, max_position_embeddings=4096)  # room for seconds of steps
+    make_adapter(model, tmp_path / "sql")
     tokenizer = Tokenizer(models.WordLevel({f"w{at}": at for at in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     settings = [f"model={tmp_path}", "block_size=4", "kv_cache_memory_bytes=16000000"]
+    settings += ["enable_lora=true", f"lora_modules=sql={tmp_path / 'sql'}"]
     words = [word for setting in settings for word in ("--engine-setting", setting)]
     run = conformance("--engine", "native", *words)
     assert run.returncode == 0, run.stdout

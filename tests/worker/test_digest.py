@@ -9,6 +9,7 @@ import pytest
 from engine_fakes import FakeRunner, Recorded
 from forebay_shared.blocks import PromptBlocks, chain, root_hash
 from forebay_shared.bus import Publisher
+from forebay_shared.models import Adapter
 from forebay_shared.packets import CACHE
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
@@ -208,6 +209,26 @@ def test_the_gateway_computes_the_hashes_that_the_worker_does() -> None:
     assert len(PromptBlocks(b"", 16, root)) == 0
     other = PromptBlocks(pack_ids(ids), 16, root_hash("r", "", "other salt"))
     assert not set(blocks) & set(other)
+
+
+def test_a_block_of_an_adapter_has_the_hash_that_gateways_look_for() -> None:
+    log, runner, ids = CacheLog(), FakeRunner(), list(range(2, 15))
+    limits = Limits.of(runner, (1,), (Adapter("law", "2f"), Adapter("sql", "1f")))
+    core = EngineCore(runner, limits, WorkerSettings(), Recorded(), revision="r", cache_log=log)
+    for name, revision in (("", ""), ("sql", "1f"), ("law", "2f")):
+        before = set(core.blocks.published())
+        core.submit(
+            Submit(
+                request_id=f"for {name}", attempt=1, gateway="g", prompt=pack_ids(ids),
+                sampling=SamplingParams(max_tokens=1), adapter=name, cache_salt="s",
+            ),
+            0.0,
+        )  # fmt: skip
+        while not core.idle:
+            core.step()
+        wanted = PromptBlocks(pack_ids(ids), 4, root_hash("r", revision, "s"))
+        found = set(core.blocks.published()) - before
+        assert found == {wanted[at].to_bytes(8, "little") for at in range(3)}
 
 
 def _take(cache: EchoCache, prompt: Sequence[int]) -> int:

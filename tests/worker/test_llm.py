@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forebay_shared.errors import ContextLengthError
+import torch
+from adapter_house import make_adapter
+from forebay_shared.errors import ContextLengthError, ModelNotFoundError
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import StartError
 from forebay_worker.llm import LLM
@@ -54,6 +56,26 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert one.prompt_token_ids == [3, 5, 4]
     several = llm.chat([conversation, conversation], GREEDY, progress=False)
     assert [result.token_ids for result in several] == [one.token_ids] * 2
+
+
+def test_an_adapter_answers_by_its_name(tmp_path: Path, directory: Path) -> None:
+    merged = make_adapter(make_model("llama", tmp_path / "same"), tmp_path / "sql")
+    modules = (f"sql={tmp_path / 'sql'}",)
+    llm = LLM(
+        str(directory),
+        block_size=4,
+        kv_cache_memory_bytes=1_000_000,
+        enable_lora=True,
+        lora_modules=modules,
+    )
+    (plain,) = llm.generate([[3, 4, 5]], GREEDY, progress=False)
+    (adapted,) = llm.generate([[3, 4, 5]], GREEDY, progress=False, adapter="sql")
+    assert plain.token_ids != adapted.token_ids
+    with torch.inference_mode():
+        logits = merged(torch.tensor([[3, 4, 5, *adapted.token_ids]])).logits[0]
+    assert logits[2:-1].argmax(-1).tolist() == adapted.token_ids
+    with pytest.raises(ModelNotFoundError):
+        llm.generate([[3]], GREEDY, progress=False, adapter="law")
 
 
 def test_n_samples_differ_and_can_be_repeated(llm: LLM) -> None:

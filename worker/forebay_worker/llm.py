@@ -101,14 +101,16 @@ class LLM:
         *,
         n: int = 1,
         progress: bool = True,
+        adapter: str = "",
     ) -> list[Result]:
         """Continues texts or lists of token ids, all in one batch. One result per prompt, in order.
+        `adapter` names one of `lora_modules`.
 
         Raises a ForebayError for the first prompt that cannot be run; then none has a result.
         """
         batch = [prompts] if isinstance(prompts, str) else prompts
         ids = [self._encode(each) if isinstance(each, str) else list(each) for each in batch]
-        return self._run(ids, sampling or self.default_sampling, n, progress)
+        return self._run(ids, sampling or self.default_sampling, n, progress, adapter)
 
     def chat(
         self,
@@ -118,6 +120,7 @@ class LLM:
         n: int = 1,
         progress: bool = True,
         add_generation_prompt: bool = True,
+        adapter: str = "",
         **variables: Json,
     ) -> list[Result]:
         """Answers one conversation, or several at once. `variables` go to the chat template."""
@@ -132,13 +135,18 @@ class LLM:
             for each in conversations
         ]
         ids = [self._encode(prompt, special=False) for prompt in prompts]
-        return self._run(ids, sampling or self.default_sampling, n, progress)
+        return self._run(ids, sampling or self.default_sampling, n, progress, adapter)
 
     def _encode(self, text: str, *, special: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def _run(
-        self, prompts: list[list[int]], sampling: SamplingParams, n: int, progress: bool
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        n: int,
+        progress: bool,
+        adapter: str,
     ) -> list[Result]:
         names = [str(next(self._ids)) for _ in prompts]
         results = {
@@ -151,7 +159,7 @@ class LLM:
         }
         try:
             for name in names:
-                self._core.submit(_submit(name, results[name], sampling), monotonic())
+                self._core.submit(_submit(name, results[name], sampling, adapter), monotonic())
             self._drive(results, progress)
         finally:  # an error or Ctrl-C leaves nothing running
             self._core.cancel_gateway("")
@@ -220,7 +228,7 @@ def _template(engine: NativeEngine) -> ChatTemplate | None:
     return ChatTemplate(engine.blobs[card.chat_template].decode(), card.template_tokens)
 
 
-def _submit(name: str, result: Result, sampling: SamplingParams) -> Submit:
+def _submit(name: str, result: Result, sampling: SamplingParams, adapter: str) -> Submit:
     return Submit(
         request_id=name,
         attempt=1,
@@ -228,4 +236,5 @@ def _submit(name: str, result: Result, sampling: SamplingParams) -> Submit:
         prompt=pack_ids(result.prompt_token_ids),
         sampling=sampling,
         starts=tuple(SequenceStart(index) for index in range(len(result.outputs))),
+        adapter=adapter,
     )
