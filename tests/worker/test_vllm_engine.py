@@ -8,21 +8,30 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+import transformers
+from adapter_house import make_adapter
 from forebay_shared.blocks import chain, root_hash
 from forebay_shared.errors import WorkerLostError
+from forebay_shared.models import CAP_ADAPTERS
 from forebay_shared.sampling import Grammar, SamplingParams
 from forebay_shared.settings import StartError, WorkerSettings
 from forebay_shared.wire import SequenceStart, Submit, pack_ids
 from forebay_worker.checkpoint import resolve
+from forebay_worker.conformance.driver import Driven
 from forebay_worker.engine.cache_log import CacheLog
+from forebay_worker.engines.registry import build
 from forebay_worker.engines.vllm_events import AllBlocksCleared, CacheEvents, decode
 from forebay_worker.engines.vllm_sampling import logprobs_of, sampling_params, terms_of
+from tiny_models import VOCAB, make_model
+from tokenizers import Tokenizer, models
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 ROOT = root_hash("rev")
@@ -45,9 +54,9 @@ def removed(*hashes: bytes, medium: str = "GPU") -> dict:
 class Cache:
     """Events in, changes out."""
 
-    def __init__(self) -> None:
+    def __init__(self, **adapters: str) -> None:
         self.log = CacheLog()
-        self.events = CacheEvents(self.log, "rev")
+        self.events = CacheEvents(self.log, "rev", adapters)
 
     def take(self, *events: dict) -> dict[bytes, bool]:
         self.events.take(decode(msgspec.msgpack.encode([0.0, list(events), 0])))
@@ -67,6 +76,18 @@ def test_a_salt_is_part_of_the_hash() -> None:
     cache = Cache()
     salted = next(chain(root_hash("rev", "", "red"), IDS[:4], 4))
     assert cache.take(stored([b"A"], None, IDS[:4], extra_keys=[["red"]])) == {salted: True}
+
+
+def test_an_adapter_is_part_of_the_hash_by_its_weights() -> None:
+    cache = Cache(sql="1f")
+    ours = list(chain(root_hash("rev", "1f", ""), IDS, 4))
+    first = stored([b"A", b"B"], None, IDS[:8], lora_name="sql", extra_keys=[["sql"], ["sql"]])
+    assert cache.take(first) == {ours[0]: True, ours[1]: True}
+    more = stored([b"C"], b"B", IDS[8:], lora_name="sql", extra_keys=[["sql"]])
+    assert cache.take(more) == {ours[2]: True}
+    salted = next(chain(root_hash("rev", "1f", "sql"), IDS[:4], 4))
+    event = stored([b"D"], None, IDS[:4], lora_name="sql", extra_keys=[["sql", "sql"]])
+    assert cache.take(event) == {salted: True}
 
 
 def test_a_block_is_there_while_any_copy_of_it_is() -> None:
@@ -177,6 +198,98 @@ def test_logprobs_are_the_likeliest_and_the_tokens_own() -> None:
     assert logprobs_of(told, [8], None) is None
 
 
+class FakeVllm:
+    """vLLM as far as its engine is asked: it answers with the number of the adapter, or 1."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> None:
+        self.arguments: dict[str, Any] = {}
+        self.loaded: list[Any] = []
+        self.errored = False
+        self._refuses = refuses
+        modules = {
+            "vllm": SimpleNamespace(
+                **vars(LIBRARY),
+                AsyncEngineArgs=self._arguments,
+                AsyncLLMEngine=SimpleNamespace(from_vllm_config=lambda config: self),
+            ),
+            "vllm.config": SimpleNamespace(KVEventsConfig=SimpleNamespace),
+            "vllm.lora.request": SimpleNamespace(LoRARequest=SimpleNamespace),
+        }
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+    def _arguments(self, **arguments: Any) -> Any:
+        self.arguments = arguments
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                dtype="float32", get_vocab_size=lambda: VOCAB, max_model_len=64
+            ),
+            cache_config=SimpleNamespace(block_size=16),
+        )
+        return SimpleNamespace(create_engine_config=lambda: config)
+
+    async def add_lora(self, request: Any) -> None:
+        if request.lora_name == self._refuses:
+            raise ValueError("its rank is\n  too large")
+        self.loaded.append(request)
+
+    async def generate(self, prompt: Any, params: Any, name: str, **more: Any) -> Any:
+        asked = more["lora_request"]
+        token = asked.lora_int_id + 1 if asked is not None else 1
+        said = SimpleNamespace(token_ids=[token], finish_reason="length", logprobs=None)
+        yield SimpleNamespace(outputs=[said], num_cached_tokens=0)
+
+    def shutdown(self, timeout: float) -> None:
+        """It is told to end."""
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> WorkerSettings:
+    model = make_model("llama", tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{at}": at for at in range(VOCAB)}, unk_token="w0"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    for name in ("sql", "law"):
+        make_adapter(model, tmp_path / name, seed=len(name))
+    return WorkerSettings(
+        engine="vllm",
+        model=str(tmp_path),
+        enable_prefix_caching=False,
+        enable_lora=True,
+        lora_modules=(f"sql={tmp_path / 'sql'}", f"law={tmp_path / 'law'}"),
+        max_lora_rank=32,
+    )
+
+
+def test_adapters_are_loaded_at_the_start_and_asked_for_by_name(
+    adapted: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = FakeVllm(monkeypatch)
+    driven = Driven(build(adapted))
+    asked = {name: library.arguments[name] for name in ("enable_lora", "max_loras")}
+    assert asked == {"enable_lora": True, "max_loras": 2}
+    assert library.arguments["max_lora_rank"] == 32
+    paths = [(each.lora_name, each.lora_int_id, each.lora_path) for each in library.loaded]
+    assert paths == [("sql", 1, f"{adapted.model}/sql"), ("law", 2, f"{adapted.model}/law")]
+    assert CAP_ADAPTERS in driven.card.capabilities
+    assert [adapter.name for adapter in driven.card.adapters] == ["sql", "law"]
+    sampling = SamplingParams(temperature=0.0, max_tokens=1)
+    for name, token in (("", 1), ("sql", 2), ("law", 3)):
+        (outcome,) = driven.outcomes(driven.submit([4, 5], sampling, adapter=name))
+        assert outcome.token_ids == [token]
+    driven.stop()
+
+
+def test_an_adapter_that_vllm_does_not_take_is_one_line(
+    adapted: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeVllm(monkeypatch, refuses="law")
+    with pytest.raises(StartError) as raised:
+        build(adapted)
+    assert str(raised.value) == "--lora-modules law: its rank is too large"
+    with pytest.raises(StartError, match=r"--lora-modules sql: .*adapter_config.json cannot be"):
+        build(replace(adapted, lora_modules=("sql=/nowhere",)))
+
+
 @pytest.mark.skipif(HAS_VLLM, reason="vllm is installed here")
 def test_without_vllm_it_says_what_to_install() -> None:
     from forebay_worker.engines.vllm import VllmEngine
@@ -191,9 +304,27 @@ def test_the_vllm_engine_keeps_every_rule() -> None:
     model = resolve(os.environ.get("FOREBAY_TEST_VLLM_MODEL", ""))
     settings = [f"model={model}", "max_model_len=1024", "max_num_seqs=16", "block_size=32",
                 'engine_args={"enforce_eager":true}']  # fmt: skip
+    run = conformance(*settings)
+    assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed: pip install 'vllm>=0.32'")
+@pytest.mark.timeout(1800)
+def test_the_vllm_engine_keeps_the_rules_of_adapters(tmp_path: Path) -> None:
+    directory = resolve(os.environ.get("FOREBAY_TEST_VLLM_MODEL", ""))
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    make_adapter(model, tmp_path / "sql", rank=16)
+    settings = [f"model={directory}", "max_model_len=1024", "max_num_seqs=16", "block_size=32",
+                'engine_args={"enforce_eager":true}', "dtype=float32", "enable_lora=true",
+                f"lora_modules=sql={tmp_path / 'sql'}"]  # fmt: skip
+    run = conformance(*settings, match="adapter")
+    assert run.returncode == 0, run.stdout
+
+
+def conformance(*settings: str, match: str = "") -> subprocess.CompletedProcess[str]:
     words = [word for setting in settings for word in ("--engine-setting", setting)]
-    suite = ["--pyargs", "forebay_worker.conformance", "--engine", "vllm", *words]
-    run = subprocess.run(
+    suite = ["--pyargs", "forebay_worker.conformance", "--engine", "vllm", *words, "-k", match]
+    return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suite],
         capture_output=True,
         text=True,
@@ -202,4 +333,3 @@ def test_the_vllm_engine_keeps_every_rule() -> None:
         timeout=1700,
         check=False,
     )
-    assert run.returncode == 0, run.stdout

@@ -32,10 +32,21 @@ def adapter_paths(settings: WorkerSettings) -> dict[str, Path]:
 
 
 def described(paths: dict[str, Path]) -> tuple[Adapter, ...]:
-    """As a card names them; the revision is a hash over all that is in their files."""
+    """As a card names them; the revision is a hash over all that is in their files.
+
+    Raises StartError for a file that cannot be read.
+    """
     return tuple(
-        Adapter(name, adapter_revision(path), path.resolve().name) for name, path in paths.items()
+        Adapter(name, _revision(name, path), path.resolve().name) for name, path in paths.items()
     )
+
+
+def _revision(name: str, path: Path) -> str:
+    try:
+        return adapter_revision(path)
+    except OSError as error:
+        said = f"{error.filename} cannot be read ({error.strerror})"
+        raise StartError(f"--lora-modules {name}: {said}.") from None
 
 
 def check_names(paths: dict[str, Path], names: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ BUILT_IN = {
 }
 
 
-_WITHOUT_ADAPTERS = frozenset({"http", "vllm"})
+_WITHOUT_ADAPTERS = frozenset({"http"})
 
 Factory = Callable[[WorkerSettings], Engine]
 

@@ -24,6 +24,7 @@ from forebay_shared.errors import (
     WorkerLostError,
 )
 from forebay_shared.models import (
+    CAP_ADAPTERS,
     CAP_DIGESTS,
     CAP_GENERATE,
     CAP_GRAMMAR,
@@ -38,9 +39,11 @@ from forebay_shared.wire import Delta, FinishReason, Submit, Usage, unpack_ids
 
 from forebay_worker.checkpoint import resolve
 from forebay_worker.engine.intake import checked_ids
+from forebay_worker.engines.adapters import adapter_paths, check_names, described
 from forebay_worker.engines.base import CacheLog
 from forebay_worker.engines.card import ModelFiles
 from forebay_worker.engines.lives import Ending, Life
+from forebay_worker.engines.naming import names_of
 from forebay_worker.engines.tasks import TaskEngine
 from forebay_worker.engines.vllm_events import CacheEvents, listen
 from forebay_worker.engines.vllm_sampling import Terms, logprobs_of, sampling_params, terms_of
@@ -67,6 +70,13 @@ class VllmEngine(TaskEngine):
                 "--engine vllm: the package vllm cannot be imported here: "
                 f"pip install 'forebay-worker[vllm]' ({error.name})"
             ) from None
+        self._paths = adapter_paths(settings)
+        check_names(self._paths, names_of(settings))
+        self._adapters = described(self._paths)
+        self._requests: dict[str, Any] = {}
+        """What vLLM is told of each adapter, by its name."""
+        self._refused = ""
+        """Why an adapter cannot be served."""
         directory = resolve(settings.model)
         self._files = ModelFiles(directory, settings)
         self._directory = tempfile.TemporaryDirectory(prefix="fb-vllm-", ignore_cleanup_errors=True)
@@ -79,7 +89,11 @@ class VllmEngine(TaskEngine):
         self._llm: Any = None
         self._card, self._blobs = self._make_card()
         self._limit = self._card.max_model_len
-        self.launch()
+        try:
+            self.launch()
+        finally:
+            if self._refused:
+                raise StartError(self._refused) from None
 
     @property
     def card(self) -> ModelCard:
@@ -106,11 +120,15 @@ class VllmEngine(TaskEngine):
         """Loads the model, then watches it. Raises EngineError when vLLM is lost."""
         events: asyncio.Task[None] | None = None
         if self._cache_log is not None:
-            cache = CacheEvents(self._cache_log, self._card.revision)
+            revisions = {adapter.name: adapter.revision for adapter in self._adapters}
+            cache = CacheEvents(self._cache_log, self._card.revision, revisions)
             events = asyncio.create_task(listen(self._endpoint, cache), name="vllm.events")
             await asyncio.sleep(0)  # it listens before anything is said
         try:
             self._llm = self._library.AsyncLLMEngine.from_vllm_config(self._config)
+            await self._load_adapters()
+            if self._refused:
+                return
             self.ready()
             while not stopping.is_set():
                 if self._llm.errored:
@@ -127,6 +145,19 @@ class VllmEngine(TaskEngine):
                 self._llm.shutdown(timeout=STOP_S)
             self._directory.cleanup()
 
+    async def _load_adapters(self) -> None:
+        """All of them, before anybody asks for one; stops at the first that vLLM does not take."""
+        for number, (name, path) in enumerate(self._paths.items(), 1):
+            request = import_module("vllm.lora.request").LoRARequest(
+                lora_name=name, lora_int_id=number, lora_path=str(path.resolve())
+            )
+            try:
+                await self._llm.add_lora(request)
+            except Exception as error:
+                self._refused = f"--lora-modules {name}: {_one_line(error)}"
+                return
+            self._requests[name] = request
+
     def _arguments(self, directory: str) -> Any:
         """vLLM's own settings from ours; what we leave at 0 is vLLM's to choose."""
         settings = self._settings
@@ -141,6 +172,9 @@ class VllmEngine(TaskEngine):
             "block_size": settings.block_size,
             "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
             "quantization": settings.quantization if settings.quantization != "auto" else None,
+            "enable_lora": settings.enable_lora,
+            "max_loras": len(self._paths),
+            "max_lora_rank": settings.max_lora_rank if self._paths else 0,
         }
         arguments: dict[str, Any] = {
             "model": directory,
@@ -174,8 +208,10 @@ class VllmEngine(TaskEngine):
             max_model_len=model.max_model_len,
             block_size=self._config.cache_config.block_size,
         )
-        digests = {CAP_DIGESTS} if self._cache_log is not None else set[str]()
-        return msgspec.structs.replace(card, capabilities=_CAPABILITIES | digests), blobs
+        able = {CAP_DIGESTS: self._cache_log is not None, CAP_ADAPTERS: bool(self._adapters)}
+        capabilities = _CAPABILITIES | {name for name, can in able.items() if can}
+        adapters = self._adapters
+        return msgspec.structs.replace(card, capabilities=capabilities, adapters=adapters), blobs
 
     def _terms(self, submit: Submit) -> Terms:
         """The request, checked. Raises ForebayError for what the client is to see."""
@@ -205,6 +241,7 @@ class VllmEngine(TaskEngine):
             sampling_params(self._library, terms, life.index, limit),
             f"{life.work.request_id}.{life.work.attempt}.{life.index}",
             priority=life.work.priority,
+            lora_request=self._requests[terms.adapter] if terms.adapter else None,
         )
         try:
             async with aclosing(stream):

@@ -1,15 +1,16 @@
 """vLLM's KV events as changes of our CacheLog: its blocks under our hashes.
 
 An event names a block by vLLM's hash, its parent, and its tokens; so ours is made as the gateway
-makes it, from the root of model and salt on. Blocks whose parent is not known are left out: the
-router then expects less than there is, never more. It knows no engine.
+makes it, from the root of model, adapter and salt on. Blocks whose parent is not known are left
+out: the router then expects less than there is, never more. It knows no engine.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -49,15 +50,21 @@ class Batch(msgspec.Struct, array_like=True):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
+_NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+
 decode = msgspec.msgpack.Decoder(Batch).decode
 
 
 class CacheEvents:
-    """What vLLM's cache holds. A block may be there more than once; its hash is, while any is."""
+    """What vLLM's cache holds. A block may be there more than once; its hash is, while any is.
+    `adapters` are revisions by name."""
 
-    def __init__(self, cache_log: CacheLog, revision: str) -> None:
+    def __init__(
+        self, cache_log: CacheLog, revision: str, adapters: Mapping[str, str] = _NO_ADAPTERS
+    ) -> None:
         self._log = cache_log
         self._revision = revision
+        self._adapters = adapters
         self._ours: dict[Hashable, bytes] = {}
         self._copies: Counter[Hashable] = Counter()
         cache_log.everything = lambda: list(dict.fromkeys(self._ours.values()))
@@ -85,11 +92,12 @@ class CacheEvents:
         self._log.flush()
 
     def _stored(self, event: BlockStored) -> None:
-        if event.medium not in GPU or event.lora_name:
+        adapter = self._adapters.get(event.lora_name, "") if event.lora_name else ""
+        if event.medium not in GPU or (event.lora_name and not adapter):
             return
         parent = event.parent_block_hash
         if parent is None:
-            above = root_hash(self._revision, "", _salt(event.extra_keys))
+            above = root_hash(self._revision, adapter, _salt(event))
         elif (known := self._ours.get(parent)) is not None:
             above = known
         else:
@@ -141,7 +149,11 @@ async def listen(endpoint: str, cache: CacheEvents) -> None:
         context.term()
 
 
-def _salt(extra_keys: list[list[Any] | None] | None) -> str:
-    """The cache salt, which stands with a sequence's first block alone."""
-    first = extra_keys[0] if extra_keys else None
-    return next((key for key in first or () if isinstance(key, str)), "")
+def _salt(event: BlockStored) -> str:
+    """The cache salt, which stands with a sequence's first block alone, behind the adapter's name,
+    which stands with each."""
+    first = event.extra_keys[0] if event.extra_keys else None
+    texts = [key for key in first or () if isinstance(key, str)]
+    if event.lora_name and texts[:1] == [event.lora_name]:
+        del texts[0]
+    return next(iter(texts), "")

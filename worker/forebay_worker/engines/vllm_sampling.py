@@ -21,14 +21,15 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A request, checked: its prompt's ids, what each sequence has emitted before, by index, and
-    the ids that may end one."""
+    """A request, checked: its prompt's ids, what each sequence has emitted before, by index, the
+    ids that may end one, and the name of its adapter, if any."""
 
     prompt: list[int]
     emitted: dict[int, list[int]]
     sampling: SamplingParams
     enders: frozenset[int]
     cache_salt: dict[str, str]
+    adapter: str = ""
 
 
 def terms_of(submit: Submit, prompt: list[int], eos: Sequence[int]) -> Terms:
@@ -40,7 +41,8 @@ def terms_of(submit: Submit, prompt: list[int], eos: Sequence[int]) -> Terms:
         raise _LostError("The worker was lost, and no other can go on with this request.")
     ends = () if sampling.ignore_eos else eos
     salt = {"cache_salt": submit.cache_salt} if submit.cache_salt else {}
-    return Terms(prompt, emitted, sampling, frozenset([*ends, *sampling.stop_token_ids]), salt)
+    enders = frozenset([*ends, *sampling.stop_token_ids])
+    return Terms(prompt, emitted, sampling, enders, salt, submit.adapter)
 
 
 class _LostError(WorkerLostError):
