@@ -162,13 +162,22 @@ def test_without_parallel_calls_the_answer_ends_behind_the_first(api: Api) -> No
     assert api.backend.stopped == 4
 
 
-def test_a_cut_call_says_length_and_keeps_what_came(api: Api) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    ],
+)
+def test_a_cut_call_says_length_and_keeps_what_came(api: Api, fields: dict) -> None:
     says(api, CALL)
-    answer = whole(api, tools=TOOLS, max_tokens=55)
-    text, calls, reason = said(answer)
+    fields = {"tools": TOOLS, "max_tokens": 55, **fields}
+    text, calls, reason = said(whole(api, **fields))
     assert reason == "length"
     assert CITY.startswith(calls[0][1])
     assert text == ""
+    assert said(streamed(api, **fields)) == (text, calls, reason)
 
 
 def test_malformed_markup_is_text_and_ends_with_stop(api: Api) -> None:

@@ -312,7 +312,9 @@ class Transcript:
             update = _heard(index, output.push(last), output.finish())
             choice.completion_tokens = max(event.usage.completion_tokens, output.tokens)
         update.stop_token, update.stop_asked = event.stop_token, asked
-        self._close(choice, update, "stop" if output.stopped else event.finish_reason)
+        # A call that ends because nothing follows may have been cut off: that is no stop of its own.
+        stopped = output.stopped and output.stop is not None
+        self._close(choice, update, "stop" if stopped else event.finish_reason)
         return update
 
     def _close(self, choice: _Choice, update: Update, reason: FinishReason) -> None:
