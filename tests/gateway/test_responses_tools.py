@@ -52,6 +52,38 @@ def calling(name: str, arguments: object) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
+def test_tools_that_come_with_the_conversation_are_given_too(api: Api) -> None:
+    more = {"type": "additional_tools", "role": "developer", "tools": [PATCH, FIND]}
+    says(api, calling("apply_patch", {"input": EDIT}))
+    for items in ([more, HI], [more, HI, more]):
+        answer = both(api, tools=[FIND, *HOSTED], input=items)
+        (call,) = answer["output"]
+        assert (call["type"], call["input"]) == ("custom_tool_call", EDIT)
+        assert [tool["name"] for tool in answer["tools"]] == ["find", "apply_patch"]
+        assert prompt(api).count("apply_patch") == prompt(api).count('"find"') == 1
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "ok"}
+    again = plain(api, input=[result], previous_response_id=answer["id"])
+    assert [tool["name"] for tool in again["tools"]] == ["apply_patch", "find"]
+    assert plain(api, input=[{"type": "additional_tools", "tools": []}, HI])["tools"] == []
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([{"type": "additional_tools"}, HI], "input[0].tools"),
+        ([{"type": "additional_tools", "tools": [{"name": "x"}]}, HI], "input[0].tools[0].type"),
+        ([{"type": "additional_tools", "tools": HOSTED}, HI], "tools[0].type"),
+        ([{"type": "additional_tools", "tools": [FIND]}], "input"),
+    ],
+)
+def test_tools_of_the_conversation_are_checked_as_others(
+    api: Api, items: list[dict], param: str
+) -> None:
+    response = post(api, input=items)
+    assert response.status_code == 400, response.text
+    assert check_error(response.content)["param"] == param
+
+
 @pytest.mark.parametrize("group", range(1, 8))
 def test_a_custom_tool_gets_its_input_as_plain_text(api: Api, group: int) -> None:
     says(api, calling("apply_patch", {"input": EDIT}), group=group)

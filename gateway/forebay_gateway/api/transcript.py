@@ -312,7 +312,7 @@ class Transcript:
             update = _heard(index, output.push(last), output.finish())
             choice.completion_tokens = max(event.usage.completion_tokens, output.tokens)
         update.stop_token, update.stop_asked = event.stop_token, asked
-        # A call that ends because nothing follows may have been cut off: that is no stop of its own.
+        # A call that ends because nothing follows may be cut off: that is no stop of its own.
         stopped = output.stopped and output.stop is not None
         self._close(choice, update, "stop" if stopped else event.finish_reason)
         return update

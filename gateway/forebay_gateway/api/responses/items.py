@@ -12,15 +12,16 @@ from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from msgspec.structs import replace
 
 from forebay_gateway.api.openai.schema import FunctionCall, Message, ToolCall
+from forebay_gateway.api.openai.tools import MAX_TOOLS
 from forebay_gateway.api.responses.custom import as_arguments
-from forebay_gateway.api.responses.schema import Item, Part
+from forebay_gateway.api.responses.schema import Item, Part, ResponsesRequest
 from forebay_gateway.api.responses.sealed import unseal
 from forebay_gateway.api.responses.tools import flat_name
 
 MAX_ITEMS = 65_536
 TYPES = (
     "message", "function_call", "function_call_output", "custom_tool_call",
-    "custom_tool_call_output", "reasoning", "item_reference",
+    "custom_tool_call_output", "reasoning", "item_reference", "additional_tools",
 )  # fmt: skip
 CALLS = frozenset({"function_call", "custom_tool_call"})
 OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
@@ -33,6 +34,7 @@ _PREFIX = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
+    "additional_tools": "at",
 }
 _ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{32})[io][0-9a-f]{5}")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -157,6 +159,11 @@ def _reasoning(item: Item, at: str) -> Item:
     return Item(type=item.type, content=content, summary=summary)
 
 
+def _additional_tools(item: Item, at: str) -> Item:
+    _check_members(item, at, "tools")
+    return Item(type=item.type, role=item.role, tools=item.tools)
+
+
 _CHECKS: dict[str, Callable[[Item, str], Item]] = {
     "message": _message,
     "function_call": _function_call,
@@ -165,6 +172,7 @@ _CHECKS: dict[str, Callable[[Item, str], Item]] = {
     "custom_tool_call_output": _output,
     "reasoning": _reasoning,
     "item_reference": _reference,
+    "additional_tools": _additional_tools,
 }
 
 
@@ -213,13 +221,28 @@ def _refuse_call(index: int) -> NoReturn:
     )
 
 
+def with_tools(request: ResponsesRequest, items: Sequence[Item]) -> ResponsesRequest:
+    """The request with the tools that its conversation brings, behind its own: Codex sends them so.
+    Whoever repeats the conversation repeats them; more than there may be are left to be refused."""
+    tools = list(request.tools or ())
+    for item in items:
+        for tool in item.tools or ():
+            if len(tools) <= MAX_TOOLS and tool not in tools:
+                tools.append(tool)
+    return replace(request, tools=tools) if tools else request
+
+
 def chat_messages(items: Sequence[Item], instructions: str | None) -> list[Message]:
     """Items as the messages of a chat.
 
     What an assistant thought, said and called in a row is one message, as templates expect it.
+    Raises InvalidRequestError when there is none at all.
     """
     messages = [] if instructions is None else [Message("system", instructions)]
-    return [*messages, *_messages(items)]
+    messages += _messages(items)
+    if not messages:
+        raise InvalidRequestError("input must hold a message.", param="input")
+    return messages
 
 
 class _Assistant:
@@ -245,6 +268,8 @@ class _Assistant:
 def _messages(items: Sequence[Item]) -> Iterator[Message]:
     turn = _Assistant()
     for item in items:
+        if item.type == "additional_tools":
+            continue
         if _begins_anew(item, turn):
             yield turn.message()
             turn = _Assistant()

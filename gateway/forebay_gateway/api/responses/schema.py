@@ -64,6 +64,7 @@ class Item(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
     encrypted_content: str | None = None
+    tools: "list[Tool] | None" = None
 
 
 class InputFormat(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -28,7 +28,7 @@ from forebay_gateway.api.respond import Answer
 from forebay_gateway.api.responses.composer import encode
 from forebay_gateway.api.responses.context import Context, Contexts
 from forebay_gateway.api.responses.follow import FollowedEvents
-from forebay_gateway.api.responses.items import chat_messages
+from forebay_gateway.api.responses.items import chat_messages, with_tools
 from forebay_gateway.api.responses.runs import Again, BackgroundRuns, Work
 from forebay_gateway.api.responses.schema import ResponsesRequest, decode_request
 from forebay_gateway.api.responses.shapes import new_response
@@ -64,6 +64,7 @@ class ResponsesService:
         response_id = f"resp_{secrets.token_hex(16)}"
         team = caller.team
         context = await self._contexts.of(request, response_id, team, size)
+        request = with_tools(request, context.items)
         if stores:
             self.store.check_size(context.given)
         asked = _Asked(request, context, response_id, int(time.time()), stores, caller)
@@ -85,6 +86,7 @@ class ResponsesService:
         size = len(body)
         request = await self._turns.renderers.run(lambda: decode_request(body), size)
         context = await self._contexts.of(request, _NO_ID, caller.team, size)
+        request = with_tools(request, context.items)
         try:
             chat = chat_request(request, chat_messages(context.items, request.instructions))
             rendered = await self._turns.render(chat, caller, context.size)
