@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import cast
 
+from forebay_shared.models import Adapter
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
 from forebay_shared.wire import SequenceStart, Submit, TokenLogprobs, pack_ids
@@ -74,7 +75,7 @@ class FakeRunner:
             if bad:
                 self.kv[slots[position]] = NAN
                 continue
-            before = self._read(slots[position - 1]) if position else 0
+            before = self._read(slots[position - 1]) if position else _root(sequence.adapter)
             self.kv[slots[position]] = _kv(before, sequence.token_ids[position], position)
         if bad:
             return Sampled(0, corrupt=True)
@@ -170,6 +171,11 @@ def _frozen(sequence: EngineSequence) -> EngineSequence:
     return copied
 
 
+def _root(adapter: int) -> int:
+    """What stands before the first KV: another one for each adapter."""
+    return adapter + 1
+
+
 def _kv(before: int, token: int, position: int) -> int:
     return mix(before ^ token, position) >> 1
 
@@ -193,9 +199,9 @@ def score(kv: int, position: int) -> TokenLogprobs:
     return TokenLogprobs(-(kv % 1000) / 100, [(position, 0.0)], rank=1)
 
 
-def expected_scores(prompt: list[int]) -> list[TokenLogprobs]:
+def expected_scores(prompt: list[int], adapter: int = -1) -> list[TokenLogprobs]:
     """Of every token of a prompt but the first."""
-    kv, scores = 0, list[TokenLogprobs]()
+    kv, scores = _root(adapter), list[TokenLogprobs]()
     for position, token in enumerate(prompt[:-1]):
         kv = _kv(kv, token, position)
         scores.append(score(kv, position))
@@ -203,7 +209,11 @@ def expected_scores(prompt: list[int]) -> list[TokenLogprobs]:
 
 
 def expected(
-    prompt: list[int], sampling: SamplingParams, limits: Limits, index: int = 0
+    prompt: list[int],
+    sampling: SamplingParams,
+    limits: Limits,
+    index: int = 0,
+    adapter: int = -1,
 ) -> tuple[list[int], str, int | None]:
     """Output ids, finish reason and stop token of a sequence that runs alone to its end."""
     tokens, kvs = list(prompt), list[int]()
@@ -213,7 +223,8 @@ def expected(
     limit = min(len(prompt) + sampling.max_tokens, limits.max_model_len)
     while len(tokens) < limit:
         for position in range(len(kvs), len(tokens)):
-            kvs.append(_kv(kvs[-1] if kvs else 0, tokens[position], position))
+            before = kvs[-1] if kvs else _root(adapter)
+            kvs.append(_kv(before, tokens[position], position))
         early = len(tokens) - len(prompt) < sampling.min_tokens
         banned = tuple(stops) if early else ()
         token = _pick(_fold(kvs), mix(sampling.seed, index), len(tokens), banned, limits.vocab_size)
@@ -249,11 +260,14 @@ class Recorded:
 
 
 def make_core(
-    runner: FakeRunner, recorder: Recorded | None = None, **settings: object
+    runner: FakeRunner,
+    recorder: Recorded | None = None,
+    adapters: tuple[Adapter, ...] = (),
+    **settings: object,
 ) -> EngineCore:
     return EngineCore(
         runner,
-        Limits.of(runner, (EOS,)),
+        Limits.of(runner, (EOS,), adapters),
         WorkerSettings(**settings),
         recorder or Recorded(),
         revision="fake",

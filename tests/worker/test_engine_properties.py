@@ -15,6 +15,7 @@ from engine_fakes import (
     make_submit,
 )
 from forebay_shared.blocks import chain
+from forebay_shared.models import Adapter
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import Delta, Done, Failed, PromptLogprobs, Started, TokenLogprobs
 from forebay_worker.engine.intake import Limits
@@ -40,6 +41,9 @@ samplings = st.builds(
     stop_token_ids=st.sampled_from([(), (), (), tuple(range(2, 8))]),
     prompt_logprobs=st.sampled_from([None, None, None, 0]),
 )
+
+
+ADAPTERS = (Adapter("sql", "1f"), Adapter("law", "2f"))
 
 
 def colliding_chain(_: bytes, token_ids: list[int], block_size: int) -> Iterator[bytes]:
@@ -80,13 +84,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.faults = faults
         self.core = make_core(
             self.runner,
+            adapters=ADAPTERS,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             debug_poison_freed_blocks=poison,
         )
-        self.limits = Limits.of(self.runner, (EOS,))
-        self.submits: dict[str, tuple[list[int], SamplingParams, dict[int, list[int]]]] = {}
+        self.limits = Limits.of(self.runner, (EOS,), ADAPTERS)
+        self.submits: dict[str, tuple[list[int], SamplingParams, int]] = {}
+        """Prompt, sampling and the number of the adapter."""
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.scores: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.accepted: set[str] = set()
@@ -104,6 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
         team=st.sampled_from(["", "red", "blue"]),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "mine"]),
+        adapter=st.sampled_from(["", "", "sql", "law"]),
     )
     def submit(
         self,
@@ -115,14 +122,18 @@ class EngineMachine(RuleBasedStateMachine):
         team: str,
         priority: int,
         salt: str,
+        adapter: str,
     ) -> None:
+        number = self.limits.adapter(adapter)[0]
         name = f"r{len(self.submits)}"
         fits = len(prompt) < self.limits.max_model_len
         emitted = {
-            index: expected(prompt, sampling, self.limits, index)[0][:resumed] if fits else []
+            index: expected(prompt, sampling, self.limits, index, number)[0][:resumed]
+            if fits
+            else []
             for index in range(n)
         }
-        self.submits[name] = (prompt, sampling, emitted)
+        self.submits[name] = (prompt, sampling, number)
         self.tokens.update({(name, index): list(ids) for index, ids in emitted.items()})
         request = make_submit(
             name,
@@ -133,6 +144,7 @@ class EngineMachine(RuleBasedStateMachine):
             team=team,
             priority=priority,
             cache_salt=salt,
+            adapter=adapter,
             weight=1.0 + len(team),
         )
         self.core.submit(request, monotonic())
@@ -239,17 +251,17 @@ class EngineMachine(RuleBasedStateMachine):
             self.check_end(name, index, tokens)
 
     def check_end(self, name: str, index: int, tokens: list[int]) -> None:
-        prompt, sampling, _ = self.submits[name]
+        prompt, sampling, number = self.submits[name]
         (end,) = self.ends[name, index]
         if name not in self.accepted:
             return
-        output, reason, stop = expected(prompt, sampling, self.limits, index)
+        output, reason, stop = expected(prompt, sampling, self.limits, index, number)
         assert tokens == output[: len(tokens)]
         if isinstance(end, Failed):
             return
         if index == 0 and end.finish_reason != "abort":
             asked = sampling.prompt_logprobs is not None
-            assert self.scores[name] == (expected_scores(prompt) if asked else [])
+            assert self.scores[name] == (expected_scores(prompt, number) if asked else [])
         assert end.usage.prompt_tokens == len(prompt)
         assert end.usage.completion_tokens == len(tokens) + (end.stop_token is not None)
         if end.finish_reason == "abort":
