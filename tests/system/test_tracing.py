@@ -62,6 +62,7 @@ def test_a_call_and_its_sequence_are_one_tree_under_the_clients_span(
 ) -> None:
     house = Serve(
         *("--engine", "echo", "--port", "0", "--otlp-traces-endpoint", collector.url),
+        *("--enable-lora", "--lora-modules", "loud=/srv/loud"),
         data=tmp_path,
         OTEL_BSP_SCHEDULE_DELAY="50",
     )
@@ -74,7 +75,7 @@ def test_a_call_and_its_sequence_are_one_tree_under_the_clients_span(
             house.client()
             .with_options(api_key=team_key)
             .chat.completions.create(
-                model=house.model,
+                model="loud",
                 messages=[{"role": "user", "content": CANARY}],
                 extra_headers={"traceparent": f"00-{TRACE}-{PARENT}-01"},
             )
@@ -94,6 +95,7 @@ def test_a_call_and_its_sequence_are_one_tree_under_the_clients_span(
     }
     facts = {each.key: each.value for each in whole.attributes}
     assert facts["gen_ai.usage.output_tokens"].int_value == answer.usage.completion_tokens
+    assert facts["gen_ai.request.model"].string_value == "loud"
     assert facts["gen_ai.response.finish_reasons"].string_value == "stop"
     sent = b"".join(collector.bodies)
     assert CANARY.encode() not in sent
