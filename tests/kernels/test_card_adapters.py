@@ -115,7 +115,7 @@ def test_adapters_go_with_weights_of_e4m3(tmp_path: Path) -> None:
     """Quantised, a row is off its merged model, and much less so than the others are off it."""
     house = House(tmp_path)
     runner = house.runner(quantization="fp8")
-    rows = [make_sequence(text, [at], WHOLE) for at, text in enumerate(house.texts)]
+    rows = [make_sequence(text, [2 * at, 2 * at + 1], WHOLE) for at, text in enumerate(house.texts)]
     for row, (_, number) in zip(rows, ROWS, strict=True):
         row.adapter = number
     plan = [ScheduledRow(row, len(row.token_ids), True) for row in rows if len(row.token_ids) > 1]

@@ -128,7 +128,7 @@ def test_norm_gate_and_residual_of_an_e4m3_weight_are_those_of_the_layers(
     gate_up = weight_of(144, 200, device, grouped=grouped)
     config = LinearConfig(tile_n=32, tile_k=64, splits=splits)
     scratch, gate_scratch = (make_scratch(each, config, device) for each in (200, 144))
-    squares = make_squares(200, config, device)
+    squares = make_squares(200, config.tile_n, device)
     total = residual.double() + product(x, down)
     added = small_linear(x, down, residual.clone(), scratch, config, add=True, squares=squares)
     assert relative_error(added, total) < TOLERANCE[dtype]

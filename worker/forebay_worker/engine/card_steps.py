@@ -175,7 +175,8 @@ class CardSteps:
         )
         self._ops.begin(step)
         hidden = self._decoder.hidden(step, self._cache)
-        self._decoder.head(hidden[step.logits_at], self._sampler.logits[: shape.rows])
+        last = hidden[step.logits_at] if shape.chunks else hidden  # decode rows are one token each
+        self._decoder.head(last, self._sampler.logits[: shape.rows])
         self._sampler.launch(shape.rows, arrays)
         return hidden
 

@@ -21,7 +21,7 @@ from forebay_worker.kernels.expert_linear import combine, experts_down, experts_
 from forebay_worker.kernels.expert_linear import config_for as config_for_experts
 from forebay_worker.kernels.fp8 import FEW_ROWS, Fp8, Numbers
 from forebay_worker.kernels.fp8_linear import fp8_linear
-from forebay_worker.kernels.linear_table import LinearTable
+from forebay_worker.kernels.linear_table import Choice, LinearTable
 from forebay_worker.kernels.low_rank import adapt
 from forebay_worker.kernels.norm_rope_store import norm_rope_store
 from forebay_worker.kernels.prefill_attention import paged_prefill_attention
@@ -32,11 +32,8 @@ from forebay_worker.kernels.routing import route
 from forebay_worker.kernels.silu_mul import silu_mul
 from forebay_worker.kernels.small_linear import (
     MOST_ROWS,
-    LinearConfig,
-    LinearScratch,
     Norm,
     make_squares,
-    small_linear,
 )
 
 _GATED_ROWS = 16
@@ -89,22 +86,27 @@ class CardOps:
         eps: float,
         weight: Numbers,
         bias: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
-        """rms_norm(x) [T, K] @ weight [N, K]^T + bias [N], by what `products` chose; `out` takes no
-        bias and no e4m3 weight."""
+        """rms_norm(x) [T, K] @ weight [N, K]^T + bias [N], by what `products` chose."""
         choice = self._own(x, weight, bias)
         if choice is not None:
-            out = _empty(x, len(weight)) if out is None else out
             normed, norm = self._normed(x, gain, eps)
-            product = small_linear(normed, weight, out, *choice, norm=norm)
+            product = choice.multiply(normed, weight, _empty(x, len(weight)), norm=norm)
             return product if bias is None else product.add_(bias)
         if isinstance(weight, Fp8):
             return self._e4m3_linear(rms_norm_quantize(x, gain, eps), weight, bias, x.dtype)
+        return functional.linear(rms_norm(x, gain, eps), weight, bias)
+
+    def logits(
+        self, x: Tensor, gain: Tensor, eps: float, weight: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """rms_norm(x) @ weight^T, to `out` where that is given. This norm's gain is in no weight,
+        for the head may be the embedding."""
         x = rms_norm(x, gain, eps)
-        if out is not None:
-            return torch.mm(x, weight.t(), out=out)
-        return functional.linear(x, weight, bias)
+        choice = self.products.find(len(x), weight)
+        if choice is not None:
+            return choice.multiply(x, weight, _empty(x, len(weight)) if out is None else out)
+        return torch.mm(x, weight.t(), out=out)
 
     def norm_gate_up(
         self,
@@ -125,7 +127,7 @@ class CardOps:
             return silu_mul_quantize(both) if for_fp8 and len(x) > FEW_ROWS else silu_mul(both)
         normed, norm = self._normed(x, gain, eps)
         out = _empty(x, len(weight) // 2)
-        return small_linear(normed, weight, out, *choice, norm=norm, gate=True)
+        return choice.multiply(normed, weight, out, norm=norm, gate=True)
 
     def linear_add(
         self, x: Numbers, weight: Numbers, bias: Tensor | None, residual: Tensor
@@ -134,7 +136,7 @@ class CardOps:
         self._summed = None
         choice = self._own(x, weight, bias)
         if choice is not None:
-            return self._add_own(x, weight, bias, residual, *choice)
+            return self._add_own(x, weight, bias, residual, choice)
         if isinstance(weight, Fp8):
             return self._add_e4m3(x if isinstance(x, Fp8) else quantize(x), weight, bias, residual)
         if bias is not None:
@@ -160,14 +162,14 @@ class CardOps:
         if choice is None:
             return fp8_linear(x, weight, bias, dtype)
         out = torch.empty((len(x), len(weight)), dtype=dtype, device=self._device)
-        product = small_linear(x, weight, out, choice.scratch, choice.config)
+        product = choice.multiply(x, weight, out)
         return product if bias is None else product.add_(bias)
 
     def _add_e4m3(self, x: Fp8, weight: Fp8, bias: Tensor | None, residual: Tensor) -> Tensor:
         choice = self.products.find_e4m3(len(x), weight)
         if choice is None:
             return residual.add_(fp8_linear(x, weight, bias, residual.dtype))
-        small_linear(x, weight, residual, choice.scratch, choice.config, add=True)
+        choice.multiply(x, weight, residual, add=True)
         return residual if bias is None else residual.add_(bias)
 
     def sparse_mlp(
@@ -193,7 +195,7 @@ class CardOps:
         choice = self.products.find(len(x), weight)
         if choice is None:
             return functional.linear(x, weight)
-        return small_linear(x, weight, _empty(x, len(weight)), choice.scratch, choice.config)
+        return choice.multiply(x, weight, _empty(x, len(weight)))
 
     def _add_own(
         self,
@@ -201,17 +203,17 @@ class CardOps:
         weight: Numbers,
         bias: Tensor | None,
         residual: Tensor,
-        scratch: LinearScratch,
-        config: LinearConfig,
+        choice: Choice,
     ) -> Tensor:
         """The same by an own kernel, which sums the squares up unless a bias comes after it."""
         if bias is not None:
-            return small_linear(x, weight, residual, scratch, config, add=True).add_(bias)
-        squares = self._squares.get(config.tile_n)
+            return choice.multiply(x, weight, residual, add=True).add_(bias)
+        tile = choice.config.tile_n
+        squares = self._squares.get(tile)
         if squares is None:
-            squares = make_squares(len(weight), config, self._device)
-            self._squares[config.tile_n] = squares
-        small_linear(x, weight, residual, scratch, config, add=True, squares=squares)
+            squares = make_squares(len(weight), tile, self._device)
+            self._squares[tile] = squares
+        choice.multiply(x, weight, residual, add=True, squares=squares)
         self._summed = residual, squares
         return residual
 
@@ -223,13 +225,10 @@ class CardOps:
             return x, Norm(squares, len(squares), eps)
         return rms_norm(x, gain, eps), None
 
-    def _own(
-        self, x: Numbers, weight: Numbers, bias: Tensor | None
-    ) -> tuple[LinearScratch, LinearConfig] | None:
-        """What an own product needs. None for cuBLAS, which takes any bias."""
+    def _own(self, x: Numbers, weight: Numbers, bias: Tensor | None) -> Choice | None:
+        """An own product, if that is the choice. cuBLAS takes any bias."""
         theirs = bias is not None and not isinstance(weight, Fp8)
-        choice = None if theirs else self.products.find(len(x), weight)
-        return None if choice is None else (choice.scratch, choice.config)
+        return None if theirs else self.products.find(len(x), weight)
 
     @staticmethod
     def rope_store(

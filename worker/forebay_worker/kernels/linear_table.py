@@ -1,4 +1,4 @@
-"""Which product a layer takes for how many rows: cuBLAS's or `small_linear`, as measured here.
+"""Which product a layer takes for how many rows: cuBLAS's or an own one, as measured here.
 
 cuBLAS loses where a weight is narrow and rows are few (2,048 -> 1,024 at one row on an H200: 11.8
 against 3.9 us), and wins for most others from 64 rows on. The table is filled once at start-up, by
@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from forebay_worker.kernels.fp8 import FEW_ROWS, Fp8, Numbers
+from forebay_worker.kernels.row_linear import RowConfig, row_linear
 from forebay_worker.kernels.small_linear import (
     MOST_E4M3_ROWS,
     MOST_ROWS,
     LinearConfig,
     LinearScratch,
+    Norm,
     make_scratch,
     small_linear,
 )
@@ -39,10 +41,33 @@ _REPLAYS = 5
 
 
 class Choice(NamedTuple):
-    """How `small_linear` is to be launched."""
+    """An own product and how it is launched: `row_linear` has no scratch, `small_linear` has."""
 
-    config: LinearConfig
-    scratch: LinearScratch
+    config: LinearConfig | RowConfig
+    scratch: LinearScratch | None = None
+
+    def multiply(
+        self,
+        x: Numbers,
+        weight: Numbers,
+        out: Tensor,
+        *,
+        norm: Norm | None = None,
+        gate: bool = False,
+        add: bool = False,
+        squares: Tensor | None = None,
+    ) -> Tensor:
+        """x @ weight^T into `out`, with what stands before and after it."""
+        if isinstance(self.config, RowConfig):
+            assert not isinstance(x, Fp8)
+            return row_linear(
+                x, weight, out, self.config, norm=norm, gate=gate, add=add, squares=squares
+            )
+        assert self.scratch is not None
+        return small_linear(
+            x, weight, out, self.scratch, self.config,
+            norm=norm, gate=gate, add=add, squares=squares,
+        )  # fmt: skip
 
 
 class LinearTable:
@@ -56,6 +81,8 @@ class LinearTable:
     def find(self, rows: int, weight: Numbers) -> Choice | None:
         """How to multiply `rows` rows by `weight` [N, K]; None: by cuBLAS."""
         if isinstance(weight, Fp8):
+            if rows == 1 and len(weight.scale) == 1:
+                return Choice(RowConfig())
             return self._find_fp8(weight, both=False) if rows <= FEW_ROWS else None
         if rows > ROWS[-1]:
             return None
@@ -94,14 +121,19 @@ class LinearTable:
                     self._choose(rows, shape, alike[:count])
 
     def _choose(self, rows: int, shape: torch.Size, weights: list[Tensor]) -> None:
-        config = _config(*shape)
-        scratch = make_scratch(shape[0], config, self._device)
+        choice = self._own(rows, shape)
         x = torch.randn((rows, shape[1]), dtype=weights[0].dtype, device=self._device)
         out = torch.empty((rows, shape[0]), dtype=x.dtype, device=self._device)
-        own = _seconds(lambda each: small_linear(x, each, out, scratch, config), weights)
+        own = _seconds(lambda each: choice.multiply(x, each, out), weights)
         theirs = _seconds(lambda each: functional.linear(x, each), weights)
         if own < theirs + _LAUNCH_US * 1e-6:
-            self._choices[rows, shape] = Choice(config, scratch)
+            self._choices[rows, shape] = choice
+
+    def _own(self, rows: int, shape: torch.Size) -> Choice:
+        if rows == 1:
+            return Choice(RowConfig())
+        config = _config(*shape)
+        return Choice(config, make_scratch(shape[0], config, self._device))
 
     def __str__(self) -> str:
         return ", ".join(f"{rows}x{k}->{n}" for rows, (n, k) in sorted(self._choices))

@@ -45,6 +45,16 @@ def _norm_rope_store_kernel(
     is_k = ((head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS))[:, None]
     is_v = ((head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS))[:, None]
     source = qkv + token * stride_qkv + head[:, None] * D + half[None, :]
+    # What a step begins with, and so is there: only qkv is awaited.
+    slot = tl.load(slots + token)
+    angle = cos_sin + tl.load(positions + token) * D + half
+    cos = tl.load(angle)[None, :]
+    sin = tl.load(angle + D // 2)[None, :]
+    if NORM:
+        q1 = tl.load(q_weight + half).to(tl.float32)
+        q2 = tl.load(q_weight + half + D // 2).to(tl.float32)
+        k1 = tl.load(k_weight + half).to(tl.float32)
+        k2 = tl.load(k_weight + half + D // 2).to(tl.float32)
     wait_for_inputs(OVERLAP)
     raw1 = tl.load(source, mask=is_q | is_k | is_v, other=0.0)
     raw2 = tl.load(source + D // 2, mask=is_q | is_k | is_v, other=0.0)
@@ -52,24 +62,16 @@ def _norm_rope_store_kernel(
     x2 = raw2.to(tl.float32)
     if NORM:
         scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-        q1 = tl.load(q_weight + half).to(tl.float32)
-        q2 = tl.load(q_weight + half + D // 2).to(tl.float32)
-        k1 = tl.load(k_weight + half).to(tl.float32)
-        k2 = tl.load(k_weight + half + D // 2).to(tl.float32)
         # Rounded to the storage type before the weight, as the models' own code does.
         x1 = (x1 * scale).to(raw1.dtype).to(tl.float32) * tl.where(is_q, q1, k1)
         x2 = (x2 * scale).to(raw2.dtype).to(tl.float32) * tl.where(is_q, q2, k2)
         x1 = x1.to(raw1.dtype).to(tl.float32)
         x2 = x2.to(raw2.dtype).to(tl.float32)
-    angle = cos_sin + tl.load(positions + token) * D + half
-    cos = tl.load(angle)[None, :]
-    sin = tl.load(angle + D // 2)[None, :]
     y1 = tl.where(is_v, raw1, (x1 * cos - x2 * sin).to(raw1.dtype))
     y2 = tl.where(is_v, raw2, (x2 * cos + x1 * sin).to(raw2.dtype))
 
     tl.store(source, y1, mask=is_q)
     tl.store(source + D // 2, y2, mask=is_q)
-    slot = tl.load(slots + token)
     block = slot // BLOCK
     offset = slot % BLOCK
     kv_head = head - Q_HEADS

@@ -138,10 +138,16 @@ def norm_linear(
     eps: float,
     weight: Numbers,
     bias: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """linear(rms_norm(x))."""
-    return linear(rms_norm(x, gain, eps), weight, bias, out)
+    return linear(rms_norm(x, gain, eps), weight, bias)
+
+
+def logits(
+    x: Tensor, gain: Tensor, eps: float, weight: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """The head: linear(rms_norm(x)), to `out` where that is given."""
+    return linear(rms_norm(x, gain, eps), weight, None, out)
 
 
 def norm_gate_up(

@@ -73,14 +73,14 @@ def make_scratch(
     )
 
 
-def make_squares(columns: int, config: LinearConfig, device: torch.device) -> Tensor:
+def make_squares(columns: int, tile_n: int, device: torch.device) -> Tensor:
     """For the squares of `columns` outputs: [tiles, 64] float32, a row for each tile's part."""
-    tiles = triton.cdiv(columns, config.tile_n)
+    tiles = triton.cdiv(columns, tile_n)
     return torch.zeros((tiles, MOST_ROWS), dtype=torch.float32, device=device)
 
 
 @triton.jit
-def _finish(
+def finish(
     acc, up, scale, to, squares, keep,
     SCALED: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def _small_linear_kernel(
         acc = scaled(acc, of_acc, is_known, SCALES)
         if GATE:
             up = scaled(up, of_up, is_known, SCALES)
-        _finish(acc, up, scale, to, own_squares, keep, X_SCALES or NORM > 0, GATE, ADD, SQUARES)
+        finish(acc, up, scale, to, own_squares, keep, X_SCALES or NORM > 0, GATE, ADD, SQUARES)
     else:
         PARTS: tl.constexpr = 2 if GATE else 1
         cell = row[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
@@ -180,7 +180,7 @@ def _small_linear_kernel(
             acc = scaled(acc, of_acc, is_known, SCALES)
             if GATE:
                 up = scaled(up, of_up, is_known, SCALES)
-            _finish(acc, up, scale, to, own_squares, keep, X_SCALES or NORM > 0, GATE, ADD, SQUARES)
+            finish(acc, up, scale, to, own_squares, keep, X_SCALES or NORM > 0, GATE, ADD, SQUARES)
             tl.store(arrivals + tile, 0)
 
 

@@ -24,15 +24,9 @@ class Linear:
     ops: Ops
     low: LowRank | None = None
 
-    def of_norm(
-        self,
-        norm: RmsNorm,
-        x: Tensor,
-        out: Tensor | None = None,
-        adapters: Tensor | None = None,
-    ) -> Tensor:
-        """[T, out] of the normed x; written to `out` where that is given."""
-        product = self.ops.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out)
+    def of_norm(self, norm: RmsNorm, x: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """[T, out] of the normed x."""
+        product = self.ops.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
         if adapters is None or self.low is None:
             return product
         normed = self.ops.rms_norm(x, norm.weight, norm.eps)
@@ -43,7 +37,7 @@ class Linear:
     ) -> Numbers:
         """[T, out / 2]: SiLU of the first half times the second, as `then` takes it."""
         if adapters is not None and self.low is not None:
-            return self.ops.silu_mul(self.of_norm(norm, x, adapters=adapters))
+            return self.ops.silu_mul(self.of_norm(norm, x, adapters))
         is_fp8 = isinstance(then.weight, Fp8)
         return self.ops.norm_gate_up(
             x, norm.weight, norm.eps, self.weight, self.bias, for_fp8=is_fp8

@@ -21,7 +21,11 @@ class Ops(Protocol):
         eps: float,
         weight: Numbers,
         bias: Tensor | None = None,
-        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    @staticmethod
+    def logits(
+        x: Tensor, gain: Tensor, eps: float, weight: Tensor, out: Tensor | None = None
     ) -> Tensor: ...
 
     @staticmethod

@@ -191,7 +191,8 @@ class Decoder:
             for layer in range(config.num_layers)
         ]
         self._norm = RmsNorm(weights[FINAL_NORM], config.norm_eps)
-        self._head = Linear(weights[EMBEDDING if config.tied_embeddings else HEAD], None, ops)
+        self._head = weights[EMBEDDING if config.tied_embeddings else HEAD]
+        self._ops = ops
 
     def __call__(self, step: Step, cache: KvCache) -> Tensor:
         """Writes the step's KV into the cache of [layers, …]; returns the logits of the tokens that
@@ -204,7 +205,7 @@ class Decoder:
 
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The logits of some rows of `hidden`, in the type of the weights."""
-        return self._head.of_norm(self._norm, hidden, out)
+        return self._ops.logits(hidden, self._norm.weight, self._norm.eps, self._head, out)
 
     def states(self, step: Step, cache: KvCache) -> Tensor:
         """The final states, normed, of the tokens that `step.logits_at` names: [S, hidden]."""
