@@ -6,7 +6,7 @@ token. `expected` says what any batching, chunking, caching or preemption must g
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import cast
 
@@ -19,6 +19,7 @@ from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.intake import Limits
 from forebay_worker.engine.sequence import Sequence as EngineSequence
 from forebay_worker.engine.sequence import mix
+from msgspec import structs
 
 EOS = 1
 NAN = -1
@@ -131,7 +132,8 @@ class LateRunner(FakeRunner):
         owners = [cast(EngineSequence, row.sequence) for row in rows]
         waits = any(each.sampling.bad_words or each.banned_ids() for each in owners)
         frozen = [
-            replace(row, sequence=_frozen(owner)) for row, owner in zip(rows, owners, strict=True)
+            structs.replace(row, sequence=_frozen(owner))
+            for row, owner in zip(rows, owners, strict=True)
         ]
         step = LateStep(self, frozen, owners, may_wait=not waits)
         self._queue.append(step)

@@ -5,13 +5,14 @@ It knows neither how rows are chosen nor how they are computed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from forebay_shared.sampling import SamplingParams
 from forebay_shared.wire import TokenLogprobs
+from msgspec import Struct
 
 IntArray = npt.NDArray[np.int64]
 
@@ -57,8 +58,7 @@ class SequenceState(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class ScheduledRow:
+class ScheduledRow(Struct, gc=False):
     """A sequence's part of one step: `num_new` tokens from position `num_computed` on.
 
     `samples` says that they reach the end of `token_ids`, so a token is to be sampled. `scored` are
@@ -71,8 +71,7 @@ class ScheduledRow:
     scored: range = range(0)
 
 
-@dataclass(slots=True)
-class Sampled:
+class Sampled(Struct, gc=False):
     """What one row gave: its token, if it samples, and the `scores` of prompt tokens.
 
     `corrupt`: it has none, for its logits held a NaN or, when it is `starved`, for its own settings
@@ -83,7 +82,7 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
     corrupt: bool = False
     starved: bool = False
-    scores: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    scores: list[TokenLogprobs] = []
 
 
 class Launched(Protocol):

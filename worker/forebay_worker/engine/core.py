@@ -206,9 +206,8 @@ class EngineCore:
             self._fail_rows(plan, retryable=len(plan.rows) > 1)
             return
         self._failed_steps = 0
-        decoded = sum(row.num_new == 1 for row in plan.rows)
-        prefilled = sum(row.num_new for row in plan.rows) - decoded
-        self._rates.step(prefilled=prefilled, decoded=decoded, seconds=flight.seconds)
+        prefilled = sum(row.num_new for row in plan.rows[plan.num_single :])
+        self._rates.step(prefilled=prefilled, decoded=plan.num_single, seconds=flight.seconds)
         host_s = monotonic() - began - (self._pipeline.runner_s - waited)
         self._record(plan, counted, host_s)
 
@@ -243,8 +242,9 @@ class EngineCore:
     ) -> tuple[int, int]:
         """Applies a step's results; prompt tokens of finished prefills and tokens generated."""
         prompt_tokens = generated = 0
-        for (sequence, row), end, sampled in zip(
-            flight.plan.pairs(), flight.ends, results, strict=True
+        plan = flight.plan
+        for sequence, row, end, sampled in zip(
+            plan.sequences, plan.rows, flight.ends, results, strict=True
         ):
             if sequence.ended:
                 continue  # by a cancel, a sibling's failure, or a stop that the launch foresaw not
@@ -256,7 +256,8 @@ class EngineCore:
                 self._take_scores(sequence, row.scored, sampled)
             if end < len(sequence.token_ids):
                 continue
-            prompt_tokens += sequence.num_prompt if sequence.first_token_at is None else 0
+            if sequence.first_token_at is None:
+                prompt_tokens += sequence.num_prompt
             if sampled is not None and row.samples:
                 generated += 1
                 self._take_token(sequence, sampled, now)

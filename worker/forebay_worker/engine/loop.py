@@ -154,19 +154,24 @@ class EngineLoop(Generic[W]):
         self._end()
 
     def _round(self) -> None:
-        self._take_commands()
-        self._flush()  # a refusal or an abort does not wait for the step
+        if self._take_commands():
+            self._flush()  # a refusal or an abort does not wait for the step
         if not self._stopping:
             self._core.step()
             self._flush()
 
-    def _take_commands(self) -> None:
-        """Carries out all commands that are there; sleeps until one comes when there is no work."""
-        if (self._core.idle or self._core.stalled) and self._commands.empty():
+    def _take_commands(self) -> bool:
+        """Carries out all commands that are there; sleeps until one comes when there is no work.
+        Whether the engine rested or got any."""
+        busy = not (self._core.idle or self._core.stalled)
+        if busy and self._commands.empty():
+            return False
+        if self._commands.empty():
             self._rest()
         with suppress(Empty):
             while True:
                 self._carry_out(self._commands.get_nowait())
+        return True
 
     def _rest(self) -> None:
         if self._check:

@@ -72,11 +72,12 @@ class Pipeline:
         except Exception:
             _log.exception("a step of %d rows could not be launched", len(plan.rows))
             launched = None
-        ends = [each.num_computed + row.num_new for each, row in plan.pairs()]
-        self._flights.append(Flight(plan, ends, launched, began))
-        for (sequence, row), end in zip(plan.pairs(), ends, strict=True):
-            sequence.num_computed = end
+        ends: list[int] = []
+        for sequence, row in plan.pairs():
+            sequence.num_computed += row.num_new
             sequence.num_pending += row.samples
+            ends.append(sequence.num_computed)
+        self._flights.append(Flight(plan, ends, launched, began))
         self.runner_s += monotonic() - began
 
     def land(self) -> tuple[Flight, list[Sampled | None]]:

@@ -125,7 +125,9 @@ class Sequence:
     @property
     def is_full(self) -> bool:
         """Whether it has all the tokens that it may have."""
-        return len(self.token_ids) >= self.limit or self.complete
+        return len(self.token_ids) >= self.limit or (
+            self.matcher is not None and self.matcher.stopped
+        )
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -186,8 +188,6 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.matcher is not None:
             self.matcher.advance((token_id,))
-        if self.complete:
-            self.finish_reason = "stop"
-        elif self.is_full:
-            self.finish_reason = "length"
+        if self.is_full:
+            self.finish_reason = "stop" if self.complete else "length"
         return True
