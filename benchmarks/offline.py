@@ -222,6 +222,7 @@ def main() -> None:
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_prefill_tokens=args.max_num_batched_tokens,  # as `LLM` has it
         max_num_queued_reqs=4096,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=False,

@@ -217,8 +217,9 @@ def _settings(model: str, settings: dict[str, object]) -> WorkerSettings:
     unknown = settings.keys() - {each.name for each in fields(WorkerSettings)}
     if unknown:
         raise TypeError(f"LLM has no setting {min(unknown)!r}")
-    unbounded = {"model": model, "max_num_queued_reqs": sys.maxsize}
-    return msgspec.convert({**unbounded, **settings}, WorkerSettings)
+    # Nobody waits for the next token of another's prompt: all of a step's tokens may be prefilled.
+    unbounded = {"max_num_queued_reqs": sys.maxsize, "max_num_prefill_tokens": sys.maxsize}
+    return msgspec.convert({"model": model, **unbounded, **settings}, WorkerSettings)
 
 
 def _template(engine: NativeEngine) -> ChatTemplate | None:
