@@ -209,7 +209,7 @@ class WorkerSettings:
             extra={"many": True},
         ),
     ] = ()
-    max_lora_rank: Annotated[int, Meta(ge=1, description="rank of an adapter at most")] = 16
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="rank of an adapter at most")] = 16
     chat_template: Annotated[
         str, Meta(description="file with a Jinja chat template instead of the model's")
     ] = ""

@@ -48,7 +48,7 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("rank", [16, 64, *[512] * ON_CARD])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_row_gets_what_its_own_adapter_adds(
     device: torch.device, shape: str, rank: int, dtype: torch.dtype

@@ -18,6 +18,8 @@ from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
 from forebay_worker.kernels.reference import LowRank
 
 _TILE_M, _TILE_N, _TILE_K = 16, 64, 128
+_MOST_A = 8192
+"""Elements of a tile of A: of rank 512 one of 128 columns would leave no room on a card."""
 _SLICE = 512
 _MOST_SLICES = 8
 """A decode step has a tile of rows or a few: the slices are what spreads over the card."""
@@ -110,7 +112,7 @@ def adapt(out: Tensor, x: Tensor, low: LowRank, adapters: Tensor) -> Tensor:
     tiles, overlap = triton.cdiv(rows, _TILE_M), overlaps(x.device)
     _shrink_kernel[(tiles, parts, slices)](
         shrunk, x, low.a, adapters, rows, depth, slice_depth, x.stride(0),
-        PARTS=parts, RANK=rank, TILE_M=_TILE_M, TILE_K=_TILE_K,
+        PARTS=parts, RANK=rank, TILE_M=_TILE_M, TILE_K=max(16, min(_TILE_K, _MOST_A // rank)),
         OVERLAP=overlap, launch_pdl=overlap, num_warps=4,
     )  # fmt: skip
     sizes = (*low.sizes, 0, 0)[:3]
