@@ -244,9 +244,13 @@ class Recorded:
         self.ends: list[dict[str, object]] = []
         self.first_tokens: list[float] = []
         self.inter_tokens: list[float] = []
+        self.failures = 0
 
     def step(self, **facts: float) -> None:
         self.steps.append(facts)
+
+    def step_failed(self) -> None:
+        self.failures += 1
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens.append(seconds)

@@ -1,6 +1,7 @@
 """A real redis-server for tests: to kill, to empty, to fill."""
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -31,10 +32,12 @@ def redis_binary() -> str:
 
 
 class RedisServer:
-    """A redis-server of one's own on a Unix socket: to kill, to empty, to fill."""
+    """A redis-server of one's own on a Unix socket: to kill, to empty, to fill. `variables` are
+    its process's, beside the test's own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **variables: str) -> None:
         self._directory = directory
+        self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
         self.socket = directory / "redis.sock"
         self.url = f"unix://{self.socket}"
@@ -58,6 +61,7 @@ class RedisServer:
                 "--daemonize", "no",
                 "--maxmemory-policy", "noeviction", *options,
             ],
+            env={**os.environ, **self._variables},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
@@ -91,10 +95,10 @@ class RedisServer:
 
 
 @contextlib.contextmanager
-def redis_running() -> Iterator[RedisServer]:
+def redis_running(**variables: str) -> Iterator[RedisServer]:
     # A Unix socket's path has room for 107 bytes, which pytest's own temporary directories exceed.
     directory = Path(tempfile.mkdtemp(prefix="fb-"))
-    server = RedisServer(directory)
+    server = RedisServer(directory, **variables)
     try:
         server.start()
         yield server

@@ -71,6 +71,10 @@ class Digests:
         roster.on_lost(self._lost)
 
     @property
+    def queued_bytes(self) -> int:
+        return self._queued_bytes
+
+    @property
     def pending(self) -> int:
         """Events that wait to be applied."""
         return len(self._queue) + self._applying
@@ -159,6 +163,7 @@ class Digests:
             self._lose_track(follower)
         if asks and (follower.asked_at is None or now - follower.asked_at > ASK_AGAIN_S):
             follower.asked_at = now
+            self._metrics.digest_snapshots.inc()
             self._ask(follower.worker.name)
 
     def _apply(self, event: CacheEvent, since: float) -> Iterator[None]:

@@ -77,6 +77,11 @@ class Dispatcher:
         self._away_since: float | None = None
         roster.on_lost(self._worker_lost)
 
+    @property
+    def unsent(self) -> int:
+        """Messages for workers that are not delivered yet."""
+        return sum(map(len, self._lanes.values()))
+
     def __len__(self) -> int:
         """Jobs that are open."""
         return len(self._running)

@@ -1,6 +1,6 @@
 """Clears away what dead incarnations left in Redis. Every gateway has one; a lease lets one work.
 
-Streams and cards would go by themselves within a minute; names in the sets that the living renew
+Streams and cards would go by themselves in two hours; names in the sets that the living renew
 would stay for ever. A process that comes back after this finds its stream gone, and begins anew.
 It knows no request and no worker's state.
 """
@@ -53,7 +53,10 @@ class Janitor:
     async def _leads(self) -> bool:
         lease, me, call = keys.janitor_lease(), self._gateway.encode(), self._publisher.call
         call("SET", lease, me, "NX", "PX", LEASE_MS)
+        life = call("PTTL", lease)
         if await call("GET", lease) != me:
+            if cast(int, await life) > LEASE_MS:  # of before the clock of Redis was put back
+                call("SET", lease, me, "PX", LEASE_MS)
             return False
         call("PEXPIRE", lease, LEASE_MS)
         return True
@@ -64,10 +67,10 @@ class Janitor:
         scanned = await call(part.scan, part.key, part.cursor, "COUNT", SCAN_COUNT)
         part.cursor, found = cast("tuple[bytes, list[bytes]]", scanned)
         names = [name.decode() for name in found[:: 2 if part.scan == "HSCAN" else 1]]
-        alive = await asyncio.gather(*(call("EXISTS", part.lease(name)) for name in names))
+        lives = await asyncio.gather(*(call("PTTL", part.lease(name)) for name in names))
         now = asyncio.get_running_loop().time()
-        for name, lives in zip(names, alive, strict=True):
-            if lives:
+        for name, life_ms in zip(names, lives, strict=True):
+            if keys.is_alive(life_ms):
                 part.missing.pop(name, None)
             elif len(part.missing) < MAX_SUSPECTS:
                 since = part.missing.setdefault(name, now)
@@ -76,7 +79,8 @@ class Janitor:
 
     async def _clear(self, part: "_Round", name: str) -> None:
         del part.missing[name]
-        if await CLEAR.send(self._publisher, [part.lease(name), *part.rest(name)], []):
+        of_it = [part.lease(name), *part.rest(name)]
+        if await CLEAR.send(self._publisher, of_it, [keys.LEASE_MOST_MS]):
             self._publisher.call("DEL", keys.metrics(name))
             await self._publisher.call(part.remove, part.key, name)
             self._metrics.strays_cleared.inc()

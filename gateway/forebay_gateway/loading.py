@@ -10,22 +10,25 @@ from forebay_shared.wire import Beacon
 
 
 class Loading:
-    """Names of models by the worker that loads them."""
+    """Names of models by the worker that loads them. `tell` is told how many workers load."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[int], None] = lambda _: None) -> None:
+        self._tell = tell
         self._workers: dict[str, tuple[tuple[str, ...], float]] = {}
 
     def take(self, beacon: Beacon, now: float) -> None:
         self._workers[beacon.worker] = (beacon.loading, now)
+        self._tell(len(self._workers))
 
     def drop(self, worker: str) -> None:
-        self._workers.pop(worker, None)
+        if self._workers.pop(worker, None) is not None:
+            self._tell(len(self._workers))
 
     def expire(self, lapsed: Callable[[float], bool]) -> None:
         """Forgets those that were last heard at a time that has `lapsed`."""
         for worker, (_, seen_at) in list(self._workers.items()):
             if lapsed(seen_at):
-                del self._workers[worker]
+                self.drop(worker)
 
     def __contains__(self, name: str) -> bool:
         return any(name in names for names, _ in self._workers.values())

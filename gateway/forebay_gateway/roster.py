@@ -135,7 +135,7 @@ class Roster:
         self._changed = asyncio.Event()
         self._snapshots = -1
         self._pools: dict[tuple[str, str, str], Pool[Worker]] = {}
-        self._loading = Loading()
+        self._loading = Loading(metrics.loading_workers.set)
         self._joined = False
         self._unmet: set[str] = set()
         """Members and workers whose card is on its way: any name may be on it."""
@@ -346,12 +346,12 @@ class Roster:
 
         def received(future: asyncio.Future[Value]) -> None:
             self._now_met(beacon.worker)
-            alive = not future.cancelled() and future.exception() is None and future.result() == 1
-            if alive and beacon.worker not in self._workers:
+            told = not future.cancelled() and future.exception() is None
+            if told and keys.is_alive(future.result()) and beacon.worker not in self._workers:
                 self._take(beacon)
 
         lease = keys.worker_lease(beacon.worker)
-        self._publisher.call("EXISTS", lease).add_done_callback(received)
+        self._publisher.call("PTTL", lease).add_done_callback(received)
 
     def _lose(self, name: str, why: str) -> None:
         if self._workers.pop(name, None) is None:

@@ -86,14 +86,15 @@ decode_record = msgspec.json.Decoder(UsageRecord).decode
 def admission(
     hold: Hold, now_ms: int = 0, *, started: bool = False
 ) -> tuple[list[str], list[Argument]]:
-    """Keys and arguments of the script `admit`. `now_ms` 0: by the clock of Redis; `started`: the
+    """Keys and arguments of the script `admit`. `now_ms` 0: by fleet time; `started`: the
     request runs already, whatever the limits say.
     """
     plan = bytes(hold.plan)
-    names = [keys.open_requests(), keys.holds(), keys.uses(), *hold.slots]
+    books = [keys.open_requests(), keys.holds(), keys.uses(), keys.fleet_clock()]
+    names = [*books, *hold.slots]
     arguments: list[Argument] = [
         now_ms, hold.record.id, keys.HOLD_MS, hold.input_tokens, hold.output_tokens, hold.cost,
-        _encode(hold)[: -len(plan)], plan, "started" if started else "",
+        _encode(hold)[: -len(plan)], plan, "started" if started else "", keys.SLOTS_TTL_MS,
     ]  # fmt: skip
     return names, arguments
 
@@ -140,15 +141,15 @@ def settlement(
 ) -> tuple[list[str], list[Argument]]:
     """Keys and arguments of the script `settle`. `only_held`: not when the hold is gone.
 
-    `now_ms` 0: by the clock of Redis.
+    `now_ms` 0: by fleet time.
     """
-    period = int(record.at) // keys.SETTLED_S  # the same when it is sent again
     names = [
         keys.open_requests(),
         keys.holds(),
-        keys.settled(period),
+        keys.settled(),
         keys.records(),
         keys.uses(),
+        keys.fleet_clock(),
         *hold.slots,
     ]
     arguments: list[Argument] = [

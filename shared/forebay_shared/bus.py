@@ -37,6 +37,11 @@ class Publisher:
         return self._sink.connected
 
     @property
+    def queued(self) -> int:
+        """Commands that wait to be sent."""
+        return self._sink.queued
+
+    @property
     def reconnects(self) -> int:
         return self._sink.reconnects
 

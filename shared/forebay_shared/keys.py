@@ -1,8 +1,10 @@
 """Every Redis key and its life, as functions: the only strings with colons.
 
 Keys grow with processes (and with teams), never with requests. All keys of one process share a hash
-tag, so that they sit in one slot of a Redis Cluster. A stream expires on its own when its owner
-stops renewing it; what a dead incarnation left is cleared sooner, by one gateway (`janitor.py`).
+tag, so that they sit in one slot of a Redis Cluster. What a dead incarnation left is cleared by one
+gateway (`janitor.py`), and goes by itself when there is none. Lives end by the clock of Redis,
+which may leap: so they are long, or short, renewed by who lives and judged by each reader's own
+clock.
 """
 
 import secrets
@@ -10,15 +12,24 @@ import secrets
 LEASE_MS = 2_500
 """A process that has not renewed its lease for this long is dead: known to all within 3 s, with the
 time to look."""
+LEASE_MOST_MS = 60_000
+"""A lease with more life than this got it before the clock of Redis was put back: who lives has
+made its own short again within a second."""
 RENEW_S = 1.0
-STREAM_TTL_MS = 60_000
-"""Streams and cards of a dead incarnation vanish after this."""
-BLOB_TTL_MS = 3_600_000
+STREAM_TTL_MS = 7_200_000
+"""What a dead incarnation left vanishes after this, if no gateway clears it. It is long since it
+goes by the clock of Redis, whose leap by an hour must end nothing that lives."""
+BLOB_TTL_MS = 7_200_000
 ROSTER_MAXLEN = 4_096
-DIGEST_KEEP_MS = 10_000
-"""So long the stream of digests reaches back, by Redis's clock; who is later asks anew."""
+DIGEST_KEEP_S = 10.0
+"""So long the stream of digests reaches back, by its writers' clocks; who is later asks anew."""
 WORK_MAXLEN = 65_536
 REPLY_MAXLEN = 65_536
+
+
+def is_alive(life_ms: object) -> bool:
+    """Whether a lease with so much life left, as PTTL says it, is one that somebody renews."""
+    return isinstance(life_ms, int) and 0 <= life_ms <= LEASE_MOST_MS
 
 
 def incarnation() -> str:
@@ -87,9 +98,10 @@ def blob(sha256: str) -> str:
 CHANGES_MAXLEN = 4_096
 HOLD_MS = 30_000
 """An admitted request is taken for lost when its gateway has not renewed it for so long."""
-SETTLED_S = 60
 SETTLED_KEEP_S = 900
-"""A settlement is known for so long, against repeats, in sets of SETTLED_S each."""
+"""A settlement is known for so long, against repeats."""
+SLOTS_TTL_MS = 7_200_000
+"""Slots that nobody renews end after HOLD_MS by fleet time; their key goes after this."""
 RECORDS_MAXLEN = 1_000_000
 AUDIT_MAXLEN = 100_000
 
@@ -133,9 +145,15 @@ def holds() -> str:
     return "fb:{teams}:holds"
 
 
-def settled(period: int) -> str:
-    """Set: requests that were settled in a period of SETTLED_S."""
-    return f"fb:{{teams}}:settled:{period}"
+def settled() -> str:
+    """Sorted set: requests that were settled lately, by when."""
+    return "fb:{teams}:settled"
+
+
+def fleet_clock() -> str:
+    """String: the time of the fleet, by which leases and rates of teams go, and the time of Redis
+    then; see `fleet_time.lua`."""
+    return "fb:{teams}:clock"
 
 
 def records() -> str:

@@ -63,6 +63,10 @@ class Lane(Generic[M]):
         self._after_waiting: list[Callable[[], None]] = []
         self._after_packed: list[Callable[[], None]] = []
 
+    def __len__(self) -> int:
+        """Messages that are not delivered yet."""
+        return len(self._waiting) + len(self._packed)
+
     @property
     def idle(self) -> bool:
         return not self._packed

@@ -151,3 +151,9 @@ def field(values: list[Any], name: bytes) -> Value:
         if values[position] == name:
             return values[position + 1]
     return None
+
+
+def order(entry_id: bytes) -> tuple[int, int]:
+    """A stream entry's id, to compare with others."""
+    milliseconds, _, sequence = entry_id.partition(b"-")
+    return int(milliseconds), int(sequence or 0)

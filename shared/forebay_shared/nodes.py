@@ -45,6 +45,10 @@ class Nodes:
     def reconnects(self) -> int:
         return self._gone_reconnects + sum(pipe.reconnects for pipe in self._pipes.values())
 
+    @property
+    def queued(self) -> int:
+        return len(self._astray) + sum(pipe.queued for pipe in self._pipes.values())
+
     def put(self, call: Call) -> None:
         """Queues it at its key's node."""
         node = "" if self._astray else self._cluster.owner(_key(call.command))

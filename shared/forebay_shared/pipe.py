@@ -89,6 +89,8 @@ class Sink(Protocol):
     def connected(self) -> bool: ...
     @property
     def reconnects(self) -> int: ...
+    @property
+    def queued(self) -> int: ...
 
     def put(self, call: Call) -> None: ...
 
@@ -120,6 +122,10 @@ class Pipe:
     @property
     def connected(self) -> bool:
         return self._down_since is None
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
 
     def put(self, call: Call) -> None:
         """Queues it; it fails when the queue is full or the server is away for too long."""

@@ -41,6 +41,11 @@ class Reader:
         return latest
 
     @property
+    def round_trip_s(self) -> float:
+        """How long Redis took for its last answer that waited for nothing, about a second ago."""
+        return max(strand.round_trip_s for strand in self.strands)
+
+    @property
     def reconnects(self) -> int:
         return sum(strand.reconnects for strand in self.strands)
 

@@ -5,6 +5,7 @@ once. It knows no meaning of keys or arguments.
 """
 
 import asyncio
+import re
 from functools import cache
 from hashlib import sha1
 from importlib.resources import files
@@ -12,9 +13,11 @@ from importlib.resources import files
 from forebay_shared.bus import Publisher
 from forebay_shared.link import Argument, Value
 
+_WITH = re.compile(r"-- With (\w+)\.lua\.\n")
+
 
 class Script:
-    """One file of `lua/`, by name."""
+    """One file of `lua/`, by name, behind the one that its first line asks for."""
 
     def __init__(self, name: str) -> None:
         self.text = _text(name)
@@ -30,4 +33,6 @@ class Script:
 
 @cache
 def _text(name: str) -> str:
-    return (files("forebay_shared") / "lua" / f"{name}.lua").read_text()
+    text = (files("forebay_shared") / "lua" / f"{name}.lua").read_text()
+    shared = _WITH.match(text)
+    return _text(shared[1]) + text if shared else text

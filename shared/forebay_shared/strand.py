@@ -30,6 +30,7 @@ from forebay_shared.link import (
     Link,
     Value,
     field,
+    order,
 )
 from forebay_shared.packets import Codec, Unread
 
@@ -71,7 +72,7 @@ class Feed(Generic[M]):
 
 class Strand:
     """What one connection reads. After a failure it connects again with back-off and resumes after
-    the last entry it has read. `heard_at` and `steady_since` are those of `Reader`.
+    the last entry it has read. `heard_at`, `steady_since` and `round_trip_s` are those of `Reader`.
     """
 
     def __init__(self, url: str, feeds: Sequence[Feed[Any]]) -> None:
@@ -79,6 +80,7 @@ class Strand:
         self._cursors = [_Cursor(feed) for feed in feeds]
         self._upkeep_at = 0.0
         self._server_life: bytes | None = None
+        self.round_trip_s = 0.0
         self.heard_at = 0.0
         self.steady_since: float | None = None
         self.reconnects = 0
@@ -163,14 +165,17 @@ class Strand:
             commands.append(("XINFO", "STREAM", cursor.feed.key))
             if cursor.feed.owned:
                 commands.append(("PEXPIRE", cursor.feed.key, keys.STREAM_TTL_MS))
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
         answers = iter(await self._ask(commands, ROUND_TRIP_S))
+        self.round_trip_s = loop.time() - asked_at
         for cursor in self._cursors:
             newest = _newest(next(answers))
             if cursor.feed.owned:
                 _raised(next(answers))
             await self._settle(cursor, newest)
         await self._trim()
-        self._upkeep_at = asyncio.get_running_loop().time() + keys.RENEW_S
+        self._upkeep_at = loop.time() + keys.RENEW_S
 
     async def _trim(self) -> None:
         """Removes what was read. After the positions are settled: they say what was read."""
@@ -187,7 +192,7 @@ class Strand:
 
     async def _settle(self, cursor: "_Cursor", newest: bytes | None) -> None:
         """Brings the position in line with the stream, whose newest id (ever) is `newest`."""
-        lost = cursor.known and (newest is None or _order(newest) < _order(cursor.last))
+        lost = cursor.known and (newest is None or order(newest) < order(cursor.last))
         if lost:
             cursor.last = b"0-0"
             cursor.untrimmed = 0
@@ -258,11 +263,6 @@ def _newest(answer: Answer) -> bytes | None:
     return cast(bytes, field(cast(list[Any], answer), b"last-generated-id"))
 
 
-def _order(entry_id: bytes) -> tuple[int, int]:
-    milliseconds, _, sequence = entry_id.partition(b"-")
-    return int(milliseconds), int(sequence or 0)
-
-
 def _after(entry_id: bytes) -> str:
-    milliseconds, sequence = _order(entry_id)
+    milliseconds, sequence = order(entry_id)
     return f"{milliseconds}-{sequence + 1}"

@@ -8,7 +8,7 @@ import contextlib
 import random
 import secrets
 import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from balance import Balance
@@ -16,6 +16,7 @@ from fleet_house import START_S, Fleet, Gateway, Process, Worker
 from forebay_gateway.admin.client import AdminClient
 from forebay_shared.settings import Secret, StartError
 from load import End, Load
+from meters import Meters
 from redis_house import RedisServer
 from requests_mix import TINY, Mix, TinyMix, echo_mix
 from serve_house import until
@@ -53,6 +54,7 @@ class House:
         self.redis = redis
         self.mix = mix
         self.sound = True
+        self._meters: Meters | None = None
         self.fleet = Fleet(redis)
         self.marks = {"FOREBAY_ADMIN_KEY": ADMIN_KEY, "TEST_HOUSE": secrets.token_hex(8)}
         """Variables of all its processes; the second tells them from others'."""
@@ -135,10 +137,11 @@ class House:
         books: bool = True,
     ) -> Iterator[Load]:
         """Runs a load; the block does the harm. Afterwards every request has ended in one of
-        `ends`, what died is back, and the books balance.
+        `ends`, what died is back, and the books balance. It is one of those that are `metered`.
 
         `books` False: Redis has lost them, so only the rest is looked at.
         """
+        assert self._meters is not None, "say which metrics move: house.metered(…)"
         self.sound = False
         with self.load(rng, clients, mix, keys) as load:
             yield load
@@ -148,14 +151,27 @@ class House:
         self.sound = True
 
     @contextlib.contextmanager
-    def moving(self, name: str, **labels: str) -> Iterator[None]:
-        """The block's trials must make a metric rise."""
-        before = self.metric(name, **labels)
-        yield
-        try:
-            until(lambda: self.metric(name, **labels) > before)
-        except AssertionError:
-            raise AssertionError(f"{name} {labels} did not rise from {before}") from None
+    def metered(self, *moves: str, still: Sequence[str] = ()) -> Iterator[None]:
+        """The block's trials must make each metric of `moves` move, and none of `still`; a metric
+        is written as in a query, `name{label="value"}`. It is what an operator would see."""
+        self._metrics_are_whole()
+        with Meters(self._scrape) as self._meters:
+            try:
+                yield
+                self._meters.check(moves, still)
+            finally:
+                self._meters = None
+
+    def _metrics_are_whole(self) -> None:
+        """Waits until the scrape shows every process: what one has counted before is its past."""
+        gateways = len(self.gateways)
+        until(lambda: self._scrape().count("\nforebay_workers{") >= gateways)
+        until(lambda: all(f'engine="{worker.name}"' in self._scrape() for worker in self.workers))
+
+    def _scrape(self) -> str:
+        speaker = next((gateway for gateway in self.gateways if gateway.alive), None)
+        answer = speaker and speaker.get("/metrics")
+        return answer.text if answer is not None and answer.status_code == 200 else ""
 
     def close(self) -> None:
         self.fleet.close()
@@ -182,6 +198,18 @@ class House:
         named = {label.removeprefix("key/").partition("/")[0]: t for label, t in tokens.items()}
         self.narrow_key = named.pop(NARROW)
         self.keys = list(named.values())
+
+    def add_teams(self, bounds: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
+        """Makes teams with these limits and budgets, by name. Their keys, which every gateway knows
+        then."""
+        teams = [{"id": name, "keys": [{"name": "app"}], **more} for name, more in bounds.items()]
+        admin = AdminClient(self.gateways[0].base, Secret(ADMIN_KEY))
+        document = {"organisations": [{"id": "acme", "teams": teams}]}
+        tokens = admin.call("POST", "apply", document)["tokens"]
+        for gateway in self.gateways:
+            for token in tokens.values():
+                until(lambda g=gateway, t=token: _opens(g, t))
+        return {label.removeprefix("key/").partition("/")[0]: t for label, t in tokens.items()}
 
 
 def _opens(gateway: Gateway, token: str) -> bool:

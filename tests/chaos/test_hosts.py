@@ -96,7 +96,7 @@ def test_34_links_that_are_cut_and_healed(
 ) -> None:
     """A worker that is cut off is dead to all, and what it did meanwhile is dropped when it is
     back: no client sees more than a pause."""
-    with apart.moving("forebay_workers_lost_total"):
+    with apart.metered("forebay_workers_lost_total"):
         for moment in moments(20, 500):
             with apart.trial(rng) as load:
                 load.flow(moment)
@@ -114,19 +114,20 @@ def test_34_a_gateway_that_is_cut_off_from_redis(
 ) -> None:
     """Its clients get an answer late, an error event or a 503; those of the other one notice
     nothing. It lives, is not the balancer's choice, and serves again when the link is healed."""
-    for moment in moments(20, 500):
-        with apart.trial(rng, ends=("ok", "refused", "broken")) as load:
-            load.flow(moment)
-            number = rng.randrange(2)
-            lost, other = apart.gateways[number], apart.gateways[1 - number]
-            apart.hosts.links[f"gateway-{number}"].cut()
-            assert httpx.get(lost.base + "/health", timeout=10).status_code == 200
-            time.sleep(rng.uniform(0, 4))  # the outage itself
-            assert other.ready
-            apart.hosts.links[f"gateway-{number}"].heal()
-            until(lambda lost=lost: lost.ready, 60)
-            load.flow(100)
-        assert load.ends["ok"] > 5
+    with apart.metered("forebay_redis_reconnects_total", still=("forebay_workers_lost_total",)):
+        for moment in moments(20, 500):
+            with apart.trial(rng, ends=("ok", "refused", "broken")) as load:
+                load.flow(moment)
+                number = rng.randrange(2)
+                lost, other = apart.gateways[number], apart.gateways[1 - number]
+                apart.hosts.links[f"gateway-{number}"].cut()
+                assert httpx.get(lost.base + "/health", timeout=10).status_code == 200
+                time.sleep(rng.uniform(0, 4))  # the outage itself
+                assert other.ready
+                apart.hosts.links[f"gateway-{number}"].heal()
+                until(lambda lost=lost: lost.ready, 60)
+                load.flow(100)
+            assert load.ends["ok"] > 5
 
 
 def test_34_what_was_given_up_over_a_cut_link_is_never_done(
@@ -166,7 +167,11 @@ def test_34_slow_links_make_answers_slow_and_nothing_else(
         stack.callback(far_redis.client.flushall)
         house = Apart(far_redis, hosts, slow=True)
         stack.callback(house.close)
-        with house.trial(rng) as load:
+        still = ("forebay_workers_lost_total", "forebay_resubmitted_total")
+        with (
+            house.metered("forebay_http_request_seconds_sum", still=still),
+            house.trial(rng) as load,
+        ):
             load.flow(200)
         answered = [one for one in load.outcomes if one.end == "ok" and one.ask.streams]
         assert min(one.seconds for one in answered) > 2 * DELAY_S
@@ -177,7 +182,10 @@ def test_29_clients_whose_cable_is_pulled(apart: Apart, rng: random.Random) -> N
     them is not taken."""
     gateway, door = apart.gateways[1], apart.hosts.doors["gateway-1"]
     body = {"model": "echo", "prompt": "abc", "max_tokens": 30_000, "stream": True}
-    with Load([gateway.base], apart.keys, echo_mix, rng, 0) as load:
+    with (
+        apart.metered("forebay_cancelled_total"),
+        Load([gateway.base], apart.keys, echo_mix, rng, 0) as load,
+    ):
         load.start([Ask(COMPLETIONS, body)] * 4)
         until(lambda: apart.metric("vllm:num_requests_running") == 4)
         door.cut()

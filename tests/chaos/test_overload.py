@@ -23,6 +23,7 @@ from vigil import vigil
 pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 SEATS, QUEUE = 8, 16
+OVERLOADED = 'forebay_shed_total{reason="overloaded"}'
 
 
 @pytest.fixture
@@ -39,33 +40,35 @@ def tight() -> Iterator[House]:
 
 def test_30_twenty_times_the_capacity_at_once(tight: House, rng: random.Random) -> None:
     """Health stays green, and a refusal is sooner than an answer."""
-    for _ in range(OFFSETS):
-        ends = ("ok", "refused")
-        with (
-            tight.trial(rng, ends=ends, statuses=(429, 503), clients=0) as load,
-            vigil(tight.gateways) as slowest,
-        ):
-            load.start([echo_stream(rng, 100) for _ in range(2 * SEATS * 20)])
-            load.finish()
-        assert load.ends["ok"] >= 2 * SEATS, load.ends
-        assert load.ends["refused"] >= 2 * SEATS * 20 - 4 * (SEATS + QUEUE), load.ends
-        waits = {end: [one.seconds for one in load.outcomes if one.end == end] for end in ends}
-        assert statistics.median(waits["refused"]) < statistics.median(waits["ok"])
-        assert max(slowest) < 2.0
+    with tight.metered("forebay_refused_requests_total", OVERLOADED):
+        for _ in range(OFFSETS):
+            ends = ("ok", "refused")
+            with (
+                tight.trial(rng, ends=ends, statuses=(429, 503), clients=0) as load,
+                vigil(tight.gateways) as slowest,
+            ):
+                load.start([echo_stream(rng, 100) for _ in range(2 * SEATS * 20)])
+                load.finish()
+            assert load.ends["ok"] >= 2 * SEATS, load.ends
+            assert load.ends["refused"] >= 2 * SEATS * 20 - 4 * (SEATS + QUEUE), load.ends
+            waits = {end: [one.seconds for one in load.outcomes if one.end == end] for end in ends}
+            assert statistics.median(waits["refused"]) < statistics.median(waits["ok"])
+            assert max(slowest) < 2.0
 
 
 def test_31_one_team_floods_and_the_others_notice_nothing(
     house: House, rng: random.Random, moments: Moments
 ) -> None:
-    for moment in moments(20, 400):
-        ends = ("ok", "refused")
-        with house.trial(rng, ends=ends, statuses=(429,)) as load:
-            load.flow(moment)
-            load.start([replace(echo_stream(rng, 60), key=house.narrow_key) for _ in range(60)])
-            load.flow(200)
-        flood = [one for one in load.outcomes if one.ask.key]
-        assert sum(one.end == "ok" for one in flood) >= NARROW_SLOTS
-        assert all(one.ask.key for one in load.outcomes if one.status == 429)
+    with house.metered('forebay_admissions_total{outcome="refused",scope="team"}'):
+        for moment in moments(20, 400):
+            ends = ("ok", "refused")
+            with house.trial(rng, ends=ends, statuses=(429,)) as load:
+                load.flow(moment)
+                load.start([replace(echo_stream(rng, 60), key=house.narrow_key) for _ in range(60)])
+                load.flow(200)
+            flood = [one for one in load.outcomes if one.ask.key]
+            assert sum(one.end == "ok" for one in flood) >= NARROW_SLOTS
+            assert all(one.ask.key for one in load.outcomes if one.status == 429)
 
 
 class _Counting(httpx2.HTTPTransport):
@@ -85,34 +88,37 @@ def test_36_clients_that_try_again_by_themselves(
 ) -> None:
     """The SDK's own retries against an outage of Redis: three attempts at most, and all is as
     before soon after it."""
-    for moment in moments(20, 300):
-        over, back, answered = threading.Event(), threading.Event(), threading.Semaphore(0)
+    with house.metered(
+        'forebay_shed_total{reason="bus_unavailable"}', "forebay_redis_reconnects_total"
+    ):
+        for moment in moments(20, 300):
+            over, back, answered = threading.Event(), threading.Event(), threading.Semaphore(0)
 
-        def client(base: str, over=over, back=back, answered=answered) -> int:
-            transport = _Counting()
-            http = openai.DefaultHttpxClient(transport=transport)
-            url = base + "/v1"
-            with openai.OpenAI(base_url=url, api_key=KEY, http_client=http, timeout=30) as sdk:
-                while not over.is_set():
-                    late = back.is_set()
-                    try:
-                        sdk.completions.create(model="echo", prompt="again", max_tokens=20)
-                    except FAILURES:
-                        continue
-                    if late:
-                        answered.release()
-            return transport.most
+            def client(base: str, over=over, back=back, answered=answered) -> int:
+                transport = _Counting()
+                http = openai.DefaultHttpxClient(transport=transport)
+                url = base + "/v1"
+                with openai.OpenAI(base_url=url, api_key=KEY, http_client=http, timeout=30) as sdk:
+                    while not over.is_set():
+                        late = back.is_set()
+                        try:
+                            sdk.completions.create(model="echo", prompt="again", max_tokens=20)
+                        except FAILURES:
+                            continue
+                        if late:
+                            answered.release()
+                return transport.most
 
-        ends = ("ok", "refused", "broken")
-        with house.trial(rng, ends=ends, clients=4) as load, ThreadPoolExecutor(20) as pool:
-            clients = [pool.submit(client, rng.choice(house.bases)) for _ in range(20)]
-            try:
-                load.flow(moment)
-                house.redis.kill()
-                time.sleep(rng.uniform(2, 5))  # the outage itself
-                house.redis.start()
-                back.set()
-                until(lambda answered=answered: answered._value >= 100, 30)
-            finally:
-                over.set()
-            assert max(one.result() for one in clients) <= 3
+            ends = ("ok", "refused", "broken")
+            with house.trial(rng, ends=ends, clients=4) as load, ThreadPoolExecutor(20) as pool:
+                clients = [pool.submit(client, rng.choice(house.bases)) for _ in range(20)]
+                try:
+                    load.flow(moment)
+                    house.redis.kill()
+                    time.sleep(rng.uniform(3, 5))  # the outage itself
+                    house.redis.start()
+                    back.set()
+                    until(lambda answered=answered: answered._value >= 100, 30)
+                finally:
+                    over.set()
+                assert max(one.result() for one in clients) <= 3

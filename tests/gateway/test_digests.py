@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from redis_house import WaitUntil
+from registry_house import total
 
 LEASE_S = 5.0
 """Twice the usual: a machine that pauses for 3 s costs nobody else a lease."""
@@ -106,6 +107,7 @@ async def test_a_gap_is_closed_by_a_snapshot_and_old_digests_are_not_applied_aga
     house.digests.check()
     house.digests.check()
     assert house.asked == ["a"]
+    assert total(house.metrics.registry, "forebay_digest_snapshots_total") == 1
     assert house.held("a") == {1}
     parts = [Snapshot("a", 4, 0, 2, _pack([3, 4])), Snapshot("a", 4, 1, 2, _pack([5]))]
     await house.hear(*parts, _digest(3, [33]), _digest(5, [6], [3]), _digest(5, [77]))

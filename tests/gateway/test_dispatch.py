@@ -352,7 +352,7 @@ async def test_a_killed_gateway_frees_its_workers(redis_url: str, wait_until: Wa
                 sampling=one.sampling,
             )  # fmt: skip
             packet = WORK.encode("dead", [orphan])
-            await watcher.publisher.call("SET", keys.gateway_lease("dead"), "1", "PX", 600_000)
+            await watcher.publisher.call("SET", keys.gateway_lease("dead"), "1", "PX", 60_000)
             await watcher.publisher.publish(keys.work(name), packet, keys.WORK_MAXLEN)
             worker = watcher.roster.get(name)
             assert worker is not None

@@ -43,5 +43,5 @@ async def test_the_keys_of_dead_processes_go_and_those_of_the_living_stay(
             client.set(keys.gateway_lease("back"), "1", px=60_000)
             client.set(keys.reply("back"), "kept", px=60_000)
             names = [keys.gateway_lease("back"), keys.reply("back")]
-            assert await CLEAR.send(one.publisher, names, []) == 0
+            assert await CLEAR.send(one.publisher, names, [keys.LEASE_MOST_MS]) == 0
             assert client.exists(*names) == 2

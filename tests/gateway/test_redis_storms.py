@@ -15,6 +15,7 @@ from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.wire import Done
 from patience import PATIENCE_S
 from redis_house import RedisServer, WaitUntil, redis_running
+from registry_house import total
 from storm_house import HeldPort, proxied
 
 pytestmark = pytest.mark.chaos
@@ -44,11 +45,12 @@ def gateway(url: str) -> AbstractAsyncContextManager[Backend]:
     return connect(GatewaySettings(redis_url=Secret(url)))
 
 
-def _resubmitted(backend: Backend) -> float:
-    family = next(
-        f for f in backend.telemetry.registry.collect() if f.name == "forebay_resubmitted"
-    )
-    return sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
+def _moved(backend: Backend, name: str, **labels: str) -> float:
+    return total(backend.telemetry.registry, name, **labels)
+
+
+def _resubmitted(backend: Backend, **labels: str) -> float:
+    return _moved(backend, "forebay_resubmitted_total", **labels)
 
 
 @pytest.mark.usefixtures("leases")
@@ -66,6 +68,8 @@ async def test_a_slow_redis_makes_answers_slow_and_nothing_else(
             for one, got in zip(jobs, answers, strict=True):
                 assert got.tokens[0] == expected(one.prompt, 200)
             assert _resubmitted(backend) == 0
+            looks = _moved(backend, "forebay_redis_round_trip_seconds_count")
+            assert _moved(backend, "forebay_redis_round_trip_seconds_sum") > looks * proxy.delay_s
             assert backend.reader.reconnects == backend.publisher.reconnects == 0
 
 
@@ -84,6 +88,7 @@ async def test_a_full_redis_refuses_what_is_new_and_finishes_what_runs(
                     await run_job(backend, job(backend))
                 assert refused.value.retryable
                 assert refused.value.retry_after_s == 5.0
+                assert _moved(backend, "forebay_shed_total", reason="bus_full") == 1
                 # 8 s more: nobody may be taken for dead, and the answer comes to its end
                 got = await answer(generation, so_far=got)
             assert got.tokens[0] == expected(one.prompt, 800)
@@ -108,6 +113,7 @@ async def test_what_runs_outlasts_a_long_outage_and_what_is_new_is_refused(
                     with pytest.raises(BusError) as refused:
                         await run_job(backend, job(backend))
                     assert refused.value.retryable
+                assert _moved(backend, "forebay_shed_total", reason="bus_unavailable") == 2
                 redis_server.start()
                 got = await answer(generation, so_far=got)
             assert got.tokens[0] == expected(one.prompt, 400)
@@ -130,6 +136,7 @@ async def test_a_failover_that_loses_confirmed_writes_loses_no_answer(
             redis_server.kill()
             async with asyncio.timeout(PATIENCE_S):
                 answers = await asyncio.gather(*clients)
+            await wait_until(lambda: _moved(backend, "forebay_redis_reconnects_total") > 0)
         for one, got in zip(jobs, answers, strict=True):
             assert got.tokens[0] == expected(one.prompt, one.sampling.max_tokens)
 
@@ -157,7 +164,7 @@ async def test_an_end_that_a_failover_lost_is_asked_for_again(
                 got = await client
         assert isinstance(got, Answer)
         assert got.tokens[0] == expected(one.prompt, 400)
-        assert _resubmitted(backend) >= 1
+        assert _resubmitted(backend, reason="bus_reset") >= 1
 
 
 def _ended(server: RedisServer, gateway: str) -> bool:

@@ -85,7 +85,7 @@ async def test_a_gateway_that_joins_knows_the_members_before_their_next_beacon(
         await wait_until(lambda: client.hlen(keys.members()) == 1)
         (name,) = (member.decode() for member in client.hkeys(keys.members()))
         running[0].send(signal.SIGSTOP)  # there is no next beacon
-        client.set(keys.worker_lease(name), "1", px=600_000)
+        client.set(keys.worker_lease(name), "1", px=60_000)
         client.hset(keys.members(), "dead", b"no beacon")
         seen: list[str] = []
         async with backend(redis_url) as one:

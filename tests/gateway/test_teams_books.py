@@ -249,7 +249,6 @@ async def test_what_nobody_settled_is_given_up_and_its_budget_comes_back(
 ) -> None:
     monkeypatch.setattr("forebay_gateway.teams.bookkeeper.GRACE_MS", -keys.HOLD_MS - 1000)
     monkeypatch.setattr("forebay_gateway.teams.bookkeeper.SWEEP_S", 0.0)
-    monkeypatch.setattr("forebay_gateway.teams.bookkeeper.LOOK_AGAIN_S", 0.0)
     key, sent = key_of(budgets=(Budget(amount=1_000, unit="tokens", window="total"),))
     async with gateways(redis_server.url, 1, wait_until) as [backend]:
         caller = await caller_of(backend, sent, [*BASICS, key])
@@ -263,32 +262,6 @@ async def test_what_nobody_settled_is_given_up_and_its_budget_comes_back(
         assert (record.outcome, record.input_tokens, record.output_tokens) == ("lost", 100, 0)
         assert record.estimated
         await toll.admit("next", 100, 100)
-
-
-async def test_when_the_clock_of_redis_jumps_nobody_who_lives_is_given_up(
-    redis_server: RedisServer, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forebay_gateway.teams.bookkeeper.SWEEP_S", 0.0)
-    monkeypatch.setattr(limiter, "RENEW_AFTER_S", 0.0)
-    key, sent = key_of(limits=Limits(concurrent_requests=1))
-    redis = redis_server.client
-    async with gateways(redis_server.url, 1, wait_until) as [backend]:
-        toll = (await caller_of(backend, sent, [*BASICS, key])).toll("echo", "echo")
-        assert toll is not None
-        permit = await toll.admit("r1", 5, 5)
-        keeper = backend.teams.bookkeeper
-
-        def seen_late() -> bool:
-            redis.zadd(keys.open_requests(), {"r1": 1})  # as if an hour had gone by
-            return b"r1" in keeper._late
-
-        await wait_until(seen_late)
-        await wait_until(lambda: redis.zscore(keys.open_requests(), "r1") > 1)
-        await wait_until(lambda: not keeper._late)
-        permit.settle(Usage(5, 0, 5), "completed", 1)
-        await wait_until(lambda: len(records(redis_server)) == 1)
-        assert records(redis_server)[0].outcome == "completed"
-        assert keeper.lost == 0
 
 
 async def test_what_a_scope_used_is_forgotten_a_day_after_it_can_matter(

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from patience import PATIENCE_S
 from redis_house import RedisServer, WaitUntil
+from registry_house import total
 from teams_house import BASICS, NOW, PEPPER, filled, gateways, key_of, write
 
 
@@ -567,6 +568,7 @@ async def test_a_mirror_that_is_too_old_says_neither_yes_nor_no(
         await wait_until(lambda: not backend.connected)
         assert backend.teams.identify(token, "")
         backend.teams.sync.fresh_at = asyncio.get_running_loop().time() - 61
+        assert total(backend.telemetry.registry, "forebay_directory_age_seconds") > 60
         with pytest.raises(BusError):
             backend.teams.identify(token, "")
         fleet = Actor("boss", "owner")

@@ -63,7 +63,8 @@ class Scripts:
         return self._settle(keys=names, args=arguments)
 
     def renew(self, now: int, hold: Hold) -> None:
-        self._renew(keys=[keys.open_requests(), *hold.slots], args=[now, hold.record.id, LEASE])
+        names = [keys.fleet_clock(), keys.open_requests(), *hold.slots]
+        self._renew(keys=names, args=[now, hold.record.id, LEASE, keys.SLOTS_TTL_MS])
 
 
 @dataclass

@@ -90,6 +90,7 @@ async def test_ten_thousand_random_cancels_never_cross_replies(redis_url: str) -
             assert all(r is True or isinstance(r, asyncio.CancelledError) for r in results)
             finished += results.count(True)
         assert finished >= 10_000
+        assert publisher.reconnects == 0, "forebay_redis_reconnects_total counts them"
 
 
 async def test_a_publish_to_a_stream_that_nobody_owns_makes_no_key(

@@ -97,10 +97,12 @@ def test_a_step_that_hangs_ends_its_worker_and_nothing_else(house: Fleet) -> Non
         if count == 10:
             hanging.append(house.holder(0))
             hanging[0].hang()
+            until(lambda: gateway.metric("forebay_step_age_seconds") > 1)
 
     _check(stream(gateway, COMPLETIONS, _body(1000), seen), 1000)
     assert hanging[0].process.wait(PATIENCE_S) == 1
     assert "The engine hangs" in hanging[0].log
+    until(lambda: gateway.metric("forebay_workers_lost_total") == 1)
     assert gateway.metric("forebay_resubmitted_total") == 1
     until(lambda: len(set(house.placements)) == 2)
 
@@ -208,3 +210,5 @@ def test_a_clock_that_jumps_changes_nothing(patient: Fleet, whose: str, jump_s: 
     for name in ("workers_lost", "resubmitted", "redis_reconnects", "streams_lost", "leases_lost",
                  "strays_cleared", "dropped_replies"):  # fmt: skip
         assert gateway.metric(f"forebay_{name}_total") == 0, name
+    leapt = 1 if whose == "gateway" else 2
+    until(lambda: gateway.metric("forebay_clock_leaps_total") == leapt)

@@ -13,6 +13,7 @@ import pytest
 from engine_fakes import Recorded, make_submit
 from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from forebay_shared.settings import WorkerSettings
+from forebay_shared.telemetry import GrammarMetrics
 from forebay_shared.wire import Delta, Done, Failed, Started, Submit, TokenLogprobs
 from forebay_worker.checkpoint import resolve
 from forebay_worker.engine import grammar as grammar_module
@@ -24,6 +25,9 @@ from forebay_worker.engine.runner import Runner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE_S
+from prometheus_client import CollectorRegistry
+from registry_house import total
+from serve_house import until
 from tokenizers import Tokenizer
 
 EOS = 2
@@ -454,6 +458,9 @@ def test_a_slow_compile_delays_nobody(house: House, gate: threading.Event) -> No
     assert core.stalled
     assert not core.idle
     assert core.load().waiting == 3
+    registry, before = CollectorRegistry(), house.grammars.outcomes["compiled"]
+    registry.register(GrammarMetrics("w", house.grammars))
+    assert total(registry, "forebay_grammars_compiling") == 3
     core.submit(make_submit("quick", [5, 6], sampling=asked(None, max_tokens=2)), monotonic())
     while not core.stalled:
         core.step()
@@ -464,6 +471,9 @@ def test_a_slow_compile_delays_nobody(house: House, gate: threading.Event) -> No
     assert outcomes["slow0"].text == "slow0"
     assert outcomes["slow1"].text == "slow1"
     assert outcomes["slow2"].reason == "abort"
+    until(lambda: total(registry, "forebay_grammars_compiling") == 0)
+    compiled = total(registry, "forebay_grammar_compilations_total", outcome="compiled")
+    assert compiled - before in (2, 3), "what is cancelled may be under way"
     core.blocks.check_integrity()
 
 

@@ -6,13 +6,14 @@ depends on a digest being received: a gateway that misses one asks for a snapsho
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 from time import monotonic
 
 from forebay_shared import keys
 from forebay_shared.blocks import HASH_BYTES
 from forebay_shared.bus import Publisher
-from forebay_shared.link import PACKET_FIELD, Value
+from forebay_shared.link import PACKET_FIELD, Value, order
 from forebay_shared.packets import CACHE
 from forebay_shared.wire import CacheEvent, Digest, Snapshot
 
@@ -21,6 +22,7 @@ from forebay_worker.engines.base import CacheLog, CacheTeller, Engine
 INTERVAL_S = 0.05
 SNAPSHOT_INTERVAL_S = 1.0
 """Gateways that start together share a snapshot."""
+MARK_S = 1.0
 PART = 8_192
 """Hashes of one message at most: 64 KiB."""
 
@@ -38,8 +40,8 @@ class Digests:
         self._publish_timer: asyncio.TimerHandle | None = None
         self._snapshot_timer: asyncio.TimerHandle | None = None
         self._published_at = self._snapshot_at = -SNAPSHOT_INTERVAL_S
-        self._newest_ms = 0
-        """Redis's clock, as the last entry's id has it."""
+        self._marks: deque[tuple[float, bytes]] = deque()
+        """Entries of this worker's, about one a second: when it was told of each, and its id."""
         self.number = -1 if self._log is None else 0
         """Of the last digest; -1: there are none."""
         if self._log is not None:
@@ -134,17 +136,27 @@ class Digests:
     def _send(self, events: Sequence[CacheEvent]) -> None:
         """One entry per event; those that fail make a gap, which gateways find."""
         for event in events:
-            command = _append(CACHE.encode(self._worker, [event]), self._newest_ms)
+            command = _append(CACHE.encode(self._worker, [event]), self._oldest())
             self._publisher.call(*command).add_done_callback(self._sent)
 
     def _sent(self, future: asyncio.Future[Value]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            entry_id = future.result()
-            if isinstance(entry_id, bytes):
-                self._newest_ms = int(entry_id.partition(b"-")[0])
+        if future.cancelled() or future.exception() is not None:
+            return
+        now, entry_id = self._loop.time(), future.result()
+        if not isinstance(entry_id, bytes):
+            return
+        if self._marks and order(entry_id) < order(self._marks[-1][1]):
+            self._marks.clear()  # another stream, which begins behind the old one
+        if not self._marks or now - self._marks[-1][0] >= MARK_S:
+            self._marks.append((now, entry_id))
+
+    def _oldest(self) -> bytes:
+        """The entry that is keys.DIGEST_KEEP_S old, or about so: what is before it may go."""
+        since = self._loop.time() - keys.DIGEST_KEEP_S
+        while len(self._marks) > 1 and self._marks[1][0] <= since:
+            self._marks.popleft()
+        return self._marks[0][1] if self._marks and self._marks[0][0] <= since else b"0"
 
 
-def _append(packet: bytes, newest_ms: int) -> Iterable[bytes | str | int]:
-    """Appends, and drops what is older than keys.DIGEST_KEEP_MS by Redis's own clock."""
-    oldest = max(0, newest_ms - keys.DIGEST_KEEP_MS)
+def _append(packet: bytes, oldest: bytes) -> Iterable[bytes | str]:
     return ("XADD", keys.digests(), "MINID", "~", oldest, "*", PACKET_FIELD, packet)

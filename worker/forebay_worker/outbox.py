@@ -44,6 +44,10 @@ class Outbox:
         self._missing_since: dict[str, float] = {}
         """Since when, by the loop's clock, a gateway has had no lease."""
 
+    def __len__(self) -> int:
+        """Replies that are not delivered yet."""
+        return sum(map(len, self._lanes.values()))
+
     @property
     def idle(self) -> bool:
         """All has been delivered."""
@@ -69,7 +73,7 @@ class Outbox:
         def answered(future: asyncio.Future[Value]) -> None:
             if gateway not in self._lanes:
                 return  # it was forgotten meanwhile
-            if future.cancelled() or future.exception() is not None or future.result() == 1:
+            if future.cancelled() or future.exception() or keys.is_alive(future.result()):
                 self._missing_since.pop(gateway, None)
                 return
             now = asyncio.get_running_loop().time()
@@ -77,7 +81,7 @@ class Outbox:
                 self._forget(gateway)
                 self._lost(gateway)
 
-        self._publisher.call("EXISTS", keys.gateway_lease(gateway)).add_done_callback(answered)
+        self._publisher.call("PTTL", keys.gateway_lease(gateway)).add_done_callback(answered)
 
     def _forget(self, gateway: str) -> None:
         self._missing_since.pop(gateway, None)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from forebay_shared.errors import OverloadedError
+from forebay_shared.errors import AuthenticationError, OverloadedError, PermissionDeniedError
 from forebay_shared.telemetry import GatewayMetrics
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
@@ -151,6 +151,8 @@ class Edge:
                 raise  # the answer has begun: the server closes the connection
             if isinstance(error, OverloadedError):
                 telemetry.shed(error)
+            if isinstance(error, AuthenticationError | PermissionDeniedError):
+                telemetry.auth_refused(error)
             await error_answer(error, scope)(scope, receive, send_out)
         finally:
             telemetry.open_requests.dec()

@@ -38,10 +38,6 @@ LEASE_MS = 5_000
 BATCH = 500
 GRACE_MS = 45_000
 """A request is late this long after its lease: its worker may still settle it."""
-LOOK_AGAIN_S = 15.0
-"""What is late is given up so much later, if it still is. When the clock of Redis jumps ahead, all
-are late at once, and gateways that live renew theirs within 10 s."""
-MAX_LATE = 10_000
 KEEP_MS = 7 * 86_400_000
 """Records stay so long for export, once they are in the books."""
 
@@ -61,9 +57,8 @@ class Bookkeeper:
         self._gateway = gateway
         self._fold = Script("fold")
         self._forget_script = Script("forget")
+        self._beat = Script("beat")
         self._sweep_at = self._trim_at = 0.0
-        self._late: dict[bytes, float] = {}
-        """Since when a request has been seen to be late, in the loop's seconds."""
         self.folded = 0
         self.lost = 0
         self.lag_s = 0.0
@@ -150,21 +145,15 @@ class Bookkeeper:
 
     async def _sweep(self) -> None:
         """Settles requests whose gateway and worker are both gone: their prompt is charged."""
-        since = await now_ms(self._link) - GRACE_MS
-        late = ("ZRANGEBYSCORE", keys.open_requests(), "-inf", since, "LIMIT", 0, MAX_LATE)
+        told = await run_script(self._link, self._beat, [keys.fleet_clock()], [""])
+        since = cast("list[int]", told)[0] - GRACE_MS
+        late = ("ZRANGEBYSCORE", keys.open_requests(), "-inf", since, "LIMIT", 0, BATCH)
         [answer] = await ask(self._link, [late])
-        ids = self._late_for_long(cast("list[bytes]", answer))[:BATCH]
-        if not ids:
+        if not (ids := cast("list[bytes]", answer)):
             return
         [values] = await ask(self._link, [("HMGET", keys.holds(), *ids)])
         for request_id, value in zip(ids, cast("list[bytes | None]", values), strict=True):
             await self._give_up(request_id, value)
-
-    def _late_for_long(self, late: list[bytes]) -> list[bytes]:
-        """Of those that are late now, who was so some time ago too."""
-        now = asyncio.get_running_loop().time()
-        self._late = {each: self._late.get(each, now) for each in late}
-        return [each for each, since in self._late.items() if now - since >= LOOK_AGAIN_S]
 
     async def _give_up(self, request_id: bytes, value: bytes | None) -> None:
         try:

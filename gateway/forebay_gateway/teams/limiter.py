@@ -22,8 +22,9 @@ from forebay_shared.books import (
     settlement,
 )
 from forebay_shared.bus import Publisher
+from forebay_shared.clock import LEAP_S
 from forebay_shared.errors import BusError, RateLimitError
-from forebay_shared.link import Value
+from forebay_shared.link import Argument, Value
 from forebay_shared.scripts import Script
 from forebay_shared.wire import Usage
 
@@ -81,6 +82,9 @@ class Limiter:
         self._directory = directory
         self._admit = Script("admit")
         self._renew = Script("renew")
+        self._beat_script = Script("beat")
+        self._beaten_at: float | None = None
+        """When the last beat that Redis has confirmed was sent, in monotonic seconds."""
         self._plans: dict[tuple[str, str], Plan] = {}
         self._generation = -1
         self._open: dict[str, Permit] = {}
@@ -90,6 +94,8 @@ class Limiter:
         """By outcome and the kind of scope that refused."""
         self.settlements: dict[str, int] = dict.fromkeys(_SETTLED, 0)
         self.abandoned = 0
+        self.leaps = 0
+        """Of the clock of Redis, as far as this gateway was the first to find them."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -166,17 +172,37 @@ class Limiter:
         if not self._publisher.connected:
             return
         now = time.monotonic()
+        if len(self._directory):
+            self._beat(now)
         self._allowance.end()
         for request_id, permit in self._open.items():
             if not permit.known:
                 self._tell(permit)
             elif now - permit.renewed_at > RENEW_AFTER_S:
                 permit.renewed_at = now
-                names = [keys.open_requests(), *permit.hold.slots]
-                self._renew.send(self._publisher, names, [0, request_id, keys.HOLD_MS])
+                names = [keys.fleet_clock(), keys.open_requests(), *permit.hold.slots]
+                arguments: list[Argument] = [0, request_id, keys.HOLD_MS, keys.SLOTS_TTL_MS]
+                self._renew.send(self._publisher, names, arguments)
         late = [entry for entry in self._unsettled.values() if now - entry.sent_at > AGAIN_S]
         for entry in late[:256]:
             self._send(entry)
+
+    def _beat(self, now: float) -> None:
+        """Says how much time has passed, by a clock that never leaps, for the fleet's to follow."""
+        before = self._beaten_at
+        passed = "first" if before is None else round((now - before) * 1000)
+
+        def answered(future: asyncio.Future[Value]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                return
+            self._beaten_at = now
+            _, leap_ms = cast("list[int]", future.result())
+            if abs(leap_ms) >= LEAP_S * 1000:
+                log.warning("the clock of redis has leapt by %.0f s", leap_ms / 1000)
+                self.leaps += 1
+
+        beat = self._beat_script.send(self._publisher, [keys.fleet_clock()], [passed])
+        beat.add_done_callback(answered)
 
     def _tell(self, permit: Permit) -> None:
         """Redis is back: it learns of a request that began without it."""
@@ -215,7 +241,7 @@ class Limiter:
     def _send(self, entry: "_Settlement") -> None:
         entry.sent_at = time.monotonic()
         # Nobody remembers whether it was settled so long ago; what it holds would still be there.
-        forgotten = entry.sent_at - entry.since > keys.SETTLED_KEEP_S - keys.SETTLED_S
+        forgotten = entry.sent_at - entry.since > keys.SETTLED_KEEP_S - AGAIN_S
         only_held = entry.only_held or (entry.known and forgotten)
 
         def answered(future: asyncio.Future[Value]) -> None:

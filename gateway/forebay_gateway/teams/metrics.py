@@ -48,6 +48,11 @@ class TeamsCollector(Collector):
             "Settlements given up, as too many waited for Redis.",
             limiter.abandoned,
         )
+        yield _counter(
+            "redis_clock_leaps",
+            "Times that the clock of Redis was found to have leapt.",
+            limiter.leaps,
+        )
 
     def _directory(self) -> Iterable[Metric]:
         directory, sync = self._teams.directory, self._teams.sync

@@ -1,8 +1,10 @@
+-- With fleet_time.lua.
 -- May this request start: checks every limit of every scope, then reserves in all of them, or in none.
--- KEYS: open, holds, use, then the slots of the scopes that bound concurrency.
--- ARGV: now in ms (0: this server's clock), id, lease in ms, input tokens, most output tokens, most
+-- KEYS: open, holds, use, clock, then the slots of the scopes that bound concurrency.
+-- ARGV: now in ms (0: fleet time, and this server's for the windows of budgets), id, lease in ms, input tokens, most output tokens, most
 -- cost, the hold for whoever must settle in our place but for its last field, and that: the plan;
--- 'started' for a request that runs already, as Redis was away: it reserves whatever the limits say.
+-- 'started' for a request that runs already, as Redis was away: it reserves whatever the limits say;
+-- how long slots are kept that nobody renews, in ms.
 -- PLAN: the number of scopes, their names, then for each scope: requests, input, output and tokens a
 -- minute, tokens a day, concurrent requests (-1: no limit), when its last budget ends (0: none, -1:
 -- never), the number of its budgets, and for each {code, amount, start, end}; code is 100 for money, 200
@@ -17,10 +19,9 @@
 -- limit); when refused: the scope's number, the limit's (1 to 5: the buckets, 6: concurrent requests,
 -- else a budget's code), ms to wait.
 local MINUTE, DAY, EPS, FORM, BUDGET = 60000, 86400000, 1e-6, '<dddddddddd', '<ddd'
-local now = tonumber(ARGV[1])
+local now, today = tonumber(ARGV[1]), tonumber(ARGV[1])
 if now == 0 then
-  local time = redis.call('TIME')
-  now = time[1] * 1000 + math.floor(time[2] / 1000)
+  now, today = fleet_time(KEYS[4])
 end
 local id, lease = ARGV[2], tonumber(ARGV[3])
 local input, output, cost = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -81,8 +82,8 @@ for i = 1, count do
   day = bucket(i, 5, plan[p + 4], DAY, day, hi + ho, idle, 2, input + output)
   if plan[p + 5] >= 0 then
     slots = slots + 1
-    redis.call('ZREMRANGEBYSCORE', KEYS[3 + slots], '-inf', now)
-    if redis.call('ZCARD', KEYS[3 + slots]) >= plan[p + 5] then
+    redis.call('ZREMRANGEBYSCORE', KEYS[4 + slots], '-inf', now)
+    if redis.call('ZCARD', KEYS[4 + slots]) >= plan[p + 5] then
       refuse(i, 6, 1000)
     end
   end
@@ -93,18 +94,18 @@ for i = 1, count do
     for b = p + 8, p + 4 + 4 * bounded, 4 do
       local code, amount, start, ends = plan[b], plan[b + 1], plan[b + 2], plan[b + 3]
       -- A window begins when this server's clock says so, whatever a gateway's clock says.
-      if not spent[code] or (start > spent[code][1] and start <= now) then
+      if not spent[code] or (start > spent[code][1] and start <= today) then
         spent[code] = {start, 0}
       end
       if spent[code][2] + (code < 200 and hm or hi + ho) >= amount then
-        refuse(i, code, ends > now and ends - now or DAY)
+        refuse(i, code, ends > today and ends - today or DAY)
       end
     end
     for code, window in pairs(spent) do
       kept = kept .. struct.pack(BUDGET, code, window[1], window[2])
     end
   end
-  local forget = last < 0 and -1 or math.max(now, last) + DAY
+  local forget = last < 0 and -1 or math.max(today, last) + DAY
   states[2 * i - 1] = plan[i + 1]
   states[2 * i] = struct.pack(
     FORM, forget, now, hi + input, ho + output, hm + cost, r + (plan[p] >= 0 and 1 or 0), inp, out, tok, day
@@ -131,9 +132,9 @@ end
 if count > 0 then
   redis.call('HSET', KEYS[3], unpack(states))
 end
-for i = 4, 3 + slots do
+for i = 5, 4 + slots do
   redis.call('ZADD', KEYS[i], now + lease, id)
-  redis.call('PEXPIRE', KEYS[i], lease * 4)
+  redis.call('PEXPIRE', KEYS[i], ARGV[10])
 end
 redis.call('ZADD', KEYS[1], now + lease, id)
 redis.call('HSET', KEYS[2], id, ARGV[7] .. ARGV[8])

@@ -1,10 +1,11 @@
 -- The responses of one team: kept, changed and forgotten, each step atomic.
 --
 -- KEYS: 1 index (sorted set: id -> when it was kept, us), 2 sizes (hash: id -> bytes, '' -> their
--- sum), 3 running (sorted set: id -> when its owner last said that it runs, ms). ARGV: 1 the step,
+-- sum), 3 running (sorted set: id -> when its owner last
+-- said that it runs, ms). ARGV: 1 the step,
 -- 2 the prefix of the responses' keys, 3 the prefix of their events' keys, 4 a response's id; then
 -- what the step takes. All keys share one hash tag. A response is a hash: response, input, status,
--- previous; while it runs in the background also owner and beat.
+-- previous; while it runs in the background also owner and beat, and missed when it was found silent.
 
 local index, sizes, running = KEYS[1], KEYS[2], KEYS[3]
 local step, prefix, events, id = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -57,10 +58,17 @@ local function count(size, ttl, most, bytes)
   return evicted
 end
 
--- A response whose owner has said nothing for so long is lost, and says so.
+-- A response whose owner has said nothing for so long is lost, and says so. Or this server's clock has
+-- leapt: so it is looked at twice, with time for several beats between, and each begins all anew.
 local function lose(one, silence)
-  local known = redis.call('HMGET', prefix .. one, 'status', 'beat')
-  if live(known[1]) and now - tonumber(known[2] or 0) > silence then
+  local known = redis.call('HMGET', prefix .. one, 'status', 'beat', 'missed')
+  local beat, missed = tonumber(known[2] or 0), tonumber(known[3] or now)
+  if not live(known[1]) or (beat <= now and now - beat <= silence) then
+    return
+  end
+  if beat > now or missed > now or not known[3] then
+    redis.call('HSET', prefix .. one, 'beat', math.min(beat, now), 'missed', now)
+  elseif now - missed > silence / 3 then
     redis.call('HSET', prefix .. one, 'status', 'failed', 'lost', '1')
     redis.call('HDEL', prefix .. one, 'owner')
     redis.call('ZREM', running, one)
@@ -79,8 +87,16 @@ end
 -- the same, then owner, silence, limit -> -1: so many run already
 function steps.begin()
   local silence = tonumber(ARGV[14])
-  redis.call('ZREMRANGEBYSCORE', running, '-inf', now - silence)
-  if redis.call('ZCARD', running) >= tonumber(ARGV[15]) then
+  local limit = tonumber(ARGV[15])
+  if redis.call('ZCARD', running) >= limit then
+    for _, one in ipairs(redis.call('ZRANGE', running, 0, -1)) do
+      lose(one, silence)
+      if not live(redis.call('HGET', prefix .. one, 'status')) then
+        redis.call('ZREM', running, one)
+      end
+    end
+  end
+  if redis.call('ZCARD', running) >= limit then
     return -1
   end
   redis.call('ZADD', running, now, id)
@@ -96,6 +112,7 @@ function steps.beat()
     return known[1] and known[2] or ''
   end
   redis.call('HSET', key, 'beat', now, 'status', ARGV[6])
+  redis.call('HDEL', key, 'missed')
   redis.call('ZADD', running, 'XX', now, id)
   return ARGV[6]
 end

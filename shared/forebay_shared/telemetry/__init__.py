@@ -13,6 +13,7 @@ from forebay_shared.telemetry.gateway import (
     PickReason,
     ResubmitReason,
 )
+from forebay_shared.telemetry.grammars import GRAMMAR_OUTCOMES, GrammarMetrics, GrammarOutcome
 from forebay_shared.telemetry.upstream import (
     PROBE_RESULTS,
     TRIP_REASONS,
@@ -24,6 +25,7 @@ from forebay_shared.telemetry.upstream import (
 from forebay_shared.telemetry.worker import EngineMetrics, RefuseReason, WorkerMetrics
 
 __all__ = [
+    "GRAMMAR_OUTCOMES",
     "PICK_REASONS",
     "PROBE_RESULTS",
     "ROUTES",
@@ -32,6 +34,8 @@ __all__ = [
     "EngineMetrics",
     "FallbackReason",
     "GatewayMetrics",
+    "GrammarMetrics",
+    "GrammarOutcome",
     "PickReason",
     "ProbeResult",
     "RefuseReason",

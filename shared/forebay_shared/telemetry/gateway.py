@@ -5,7 +5,14 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from forebay_shared.errors import DeadlineError, ForebayError, OverloadedError, RateLimitError
+from forebay_shared.errors import (
+    AuthenticationError,
+    DeadlineError,
+    ForebayError,
+    OverloadedError,
+    PermissionDeniedError,
+    RateLimitError,
+)
 
 _HTTP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -53,8 +60,25 @@ class GatewayMetrics:
             "Kept responses that went before their time, for want of room.",
         )
         self.workers = gauge("forebay_workers", "Live workers.")
+        self.loading_workers = gauge(
+            "forebay_loading_workers", "Workers that say that they load their model."
+        )
         self.loop_lag = histogram(
             "forebay_event_loop_lag_seconds", "How late a timer of the event loop fires."
+        )
+        self.unsent = gauge(
+            "forebay_unsent_messages", "Messages to other processes that are not delivered yet."
+        )
+        self.redis_queue = gauge("forebay_redis_queue", "Commands that wait to be sent to Redis.")
+        self.digest_queue = gauge(
+            "forebay_digest_queue_bytes", "Digests that wait to be put into the index."
+        )
+        self.redis_trip = histogram(
+            "forebay_redis_round_trip_seconds",
+            "How long Redis took to answer, as looked at once a second.",
+        )
+        self.log_lines_lost = counter(
+            "forebay_log_lines_lost", "Log lines that could not be written."
         )
         self.reconnects = counter("forebay_redis_reconnects", "Connections to Redis made again.")
         self.streams_lost = counter(
@@ -62,6 +86,9 @@ class GatewayMetrics:
         )
         self.slow_clients = counter(
             "forebay_slow_clients", "Clients cut off since they did not read."
+        )
+        self.clock_leaps = counter(
+            "forebay_clock_leaps", "Times that the process's wall clock has leapt."
         )
         self.cancelled = counter("forebay_cancelled", "Jobs left before their end.")
         self.workers_lost = counter(
@@ -91,6 +118,9 @@ class GatewayMetrics:
         self.digest_gaps = counter(
             "forebay_digest_gaps", "Times that a worker's digests were missed."
         )
+        self.digest_snapshots = counter(
+            "forebay_digest_snapshots", "Snapshots of a worker's prefix cache that were asked for."
+        )
         self.strays_cleared = counter(
             "forebay_strays_cleared", "Dead processes whose keys this gateway cleared away."
         )
@@ -105,6 +135,11 @@ class GatewayMetrics:
         self._shed = counter(
             "forebay_shed",
             "Requests that were not served though they were sound, by the code of their error.",
+            ["reason"],
+        )
+        self._auth_refused = counter(
+            "forebay_auth_refused",
+            "Requests whose key or token opened nothing here, by the code of their error.",
             ["reason"],
         )
         self._resubmitted = counter(
@@ -146,6 +181,9 @@ class GatewayMetrics:
         """Counts what load or a fault has turned away; other errors are the client's own."""
         if isinstance(error, OverloadedError | RateLimitError | DeadlineError):
             self._shed.labels(reason=error.code).inc()
+
+    def auth_refused(self, error: AuthenticationError | PermissionDeniedError) -> None:
+        self._auth_refused.labels(reason=error.code).inc()
 
     def resubmitted(self, reason: ResubmitReason) -> None:
         self._resubmitted.labels(reason=reason).inc()

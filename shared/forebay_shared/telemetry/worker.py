@@ -43,6 +43,12 @@ class EngineMetrics:
         self._generation = self._counter("generation_tokens", "Tokens generated.")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in cache.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in cache.")
+        self._step_failures = Counter(
+            "forebay_step_failures",
+            "Steps that failed, whose rows were tried one by one.",
+            ["engine"],
+            registry=registry,
+        ).labels(engine=engine)
         self._preemptions = self._counter("num_preemptions", "Sequences preempted.")
         self._step_tokens = self._histogram(
             "iteration_tokens_total", "Tokens of one engine step.", _STEP_TOKENS
@@ -136,6 +142,9 @@ class EngineMetrics:
             if value:
                 counter.inc(value)
 
+    def step_failed(self) -> None:
+        self._step_failures.inc()
+
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
@@ -182,21 +191,45 @@ class WorkerMetrics:
         self.handed_over = self._counter(
             "handed_over_requests", "Requests given back to their gateways on leaving."
         )
+        self.duplicates = self._counter(
+            "duplicate_requests", "Requests that came again, and were left out."
+        )
+        self.gateways_lost = self._counter(
+            "gateways_lost", "Gateways found gone while they had requests here."
+        )
+        self.overflows = self._counter(
+            "reply_overflows",
+            "Times that more waited for a gateway than is kept, so that its requests were ended.",
+        )
+        self.log_lines_lost = self._counter(
+            "log_lines_lost", "Log lines that could not be written."
+        )
+        self.clock_leaps = self._counter(
+            "clock_leaps", "Times that the process's wall clock has leapt."
+        )
         self._refused = Counter(
             "forebay_refused_requests",
             "Requests that might not wait here, by the bound that they met.",
             ["engine", "reason"],
             registry=registry,
         )
-        self.step_age = Gauge(
-            "forebay_step_age_seconds",
-            "Since the engine's loop last came round, while there is work.",
-            ["engine"],
-            registry=registry,
-        ).labels(engine=engine)
+        self.unsent = self._gauge(
+            "unsent_messages", "Messages to other processes that are not delivered yet."
+        )
+        self.redis_queue = self._gauge("redis_queue", "Commands that wait to be sent to Redis.")
+        self.metered = self._gauge(
+            "metered_requests", "Requests that this worker settles if their gateway is gone."
+        )
+        self.step_age = self._gauge(
+            "step_age_seconds", "Since the engine's loop last came round, while there is work."
+        )
 
     def refused(self, reason: RefuseReason) -> None:
         self._refused.labels(engine=self._engine, reason=reason).inc()
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        family = Gauge(f"forebay_{name}", text, ["engine"], registry=self.registry)
+        return family.labels(engine=self._engine)
 
     def _counter(self, name: str, text: str) -> Counter:
         family = Counter(f"forebay_{name}", text, ["engine"], registry=self.registry)

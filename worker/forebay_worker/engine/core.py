@@ -71,7 +71,7 @@ class EngineCore:
             token_budget=settings.max_num_batched_tokens or runner.token_budget,
             prefill_budget=settings.max_num_prefill_tokens or runner.prefill_budget,
         )
-        self._pipeline = Pipeline(runner)
+        self._pipeline = Pipeline(runner, recorder.step_failed)
         self._recorder = recorder
         self._grammars = grammars
         self._requests = Requests(limits, grammars, settings.max_num_queued_reqs)

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 from forebay_shared.errors import EngineError, ForebayError, InvalidRequestError
 from forebay_shared.sampling import Grammar
+from forebay_shared.telemetry import GRAMMAR_OUTCOMES, GrammarOutcome
 from llguidance import LLMatcher, LLTokenizer
 
 from forebay_worker.engine.grammar_check import READY, Verdict, limits
@@ -107,6 +108,10 @@ class Grammars:
         self._asked: SimpleQueue[Preparation | None] = SimpleQueue()
         self._done: SimpleQueue[Preparation] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._counting = threading.Lock()
+        self.waiting = 0
+        """Requests whose grammar compiles or waits for that."""
+        self.outcomes: dict[GrammarOutcome, int] = dict.fromkeys(GRAMMAR_OUTCOMES, 0)
         self.wake: Callable[[], None] = _nothing
         """Called from another thread when `finished` has something."""
 
@@ -123,6 +128,8 @@ class Grammars:
             return True
         if not self._threads:
             self._start()
+        with self._counting:
+            self.waiting += 1
         self._asked.put(preparation)
         return False
 
@@ -154,18 +161,27 @@ class Grammars:
     def _work(self) -> None:
         checker = _Checker()
         while (preparation := self._asked.get()) is not None:
-            if preparation.cancelled:
-                continue
-            try:
-                self._fill(preparation, self._compile(preparation.grammar, checker))
-            except ForebayError as error:
-                preparation.error = error
-            except Exception:
-                _log.exception("a grammar could not be compiled")
-                preparation.error = EngineError("The engine could not compile the grammar.")
-            self._done.put(preparation)
-            self.wake()
+            outcome = None if preparation.cancelled else self._prepare(preparation, checker)
+            with self._counting:
+                self.waiting -= 1
+                if outcome is not None:
+                    self.outcomes[outcome] += 1
+            if outcome is not None:
+                self._done.put(preparation)
+                self.wake()
         checker.close()
+
+    def _prepare(self, preparation: Preparation, checker: "_Checker") -> GrammarOutcome:
+        try:
+            self._fill(preparation, self._compile(preparation.grammar, checker))
+        except ForebayError as error:
+            preparation.error = error
+            return "refused"
+        except Exception:
+            _log.exception("a grammar could not be compiled")
+            preparation.error = EngineError("The engine could not compile the grammar.")
+            return "failed"
+        return "compiled"
 
     def _compile(self, grammar: Grammar, checker: "_Checker") -> Compiled:
         compiled = self._cache.get(grammar)

@@ -38,9 +38,10 @@ class Flight:
 
 
 class Pipeline:
-    """Launches steps and lands them in the same order."""
+    """Launches steps and lands them in the same order. `failed` is called of each that fails."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, failed: Callable[[], None]) -> None:
+        self._failed = failed
         self._execute = runner.execute
         self._launch: Callable[[list[ScheduledRow]], Launched] = (
             runner.launch
@@ -110,6 +111,7 @@ class Pipeline:
                 return flight.launched.results()
             except Exception:
                 _log.exception("a step of %d rows failed", len(flight.plan.rows))
+        self._failed()
         _log.warning("each of %d rows is tried alone", len(flight.plan.rows))
         self._recall()
         return self._one_by_one(flight)

@@ -14,7 +14,9 @@ from forebay_shared.models import (
     ModelCard,
 )
 from forebay_shared.settings import WorkerSettings
+from forebay_shared.telemetry import GrammarMetrics
 from forebay_shared.wire import Submit
+from prometheus_client import CollectorRegistry
 
 from forebay_worker.checkpoint import resolve
 from forebay_worker.engine.cache_log import CacheLog
@@ -76,6 +78,10 @@ class NativeEngine(LoopedEngine[Submit]):
     @property
     def cache_log(self) -> CacheLog | None:
         return self._cache_log
+
+    def measure(self, registry: CollectorRegistry, engine: str) -> None:
+        if self._grammars is not None:
+            registry.register(GrammarMetrics(engine, self._grammars))
 
     def core(self, recorder: Recorder, cache_log: CacheLog | None = None) -> EngineCore:
         """A core over the loaded model; there is one KV cache, so one core at a time."""

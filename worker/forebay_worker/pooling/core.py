@@ -251,6 +251,7 @@ class EncodeCore:
         try:
             results = self._split(pieces, self._encode(pieces))
         except Exception:
+            self._recorder.step_failed()
             _log.exception("a step of %d requests failed; each is tried alone", len(pieces))
             results = [self._alone(piece) for piece in pieces]
         failed = all(vectors is None for vectors in results)

@@ -37,8 +37,9 @@ BEAT_S = 1.0
 SILENCE_S = 10.0
 """An owner that has been silent for so long is gone: a Redis that restarts is back before."""
 MAX_EVENT_BYTES = 8_388_608
-EVENTS_TTL_S = 3600
-"""Events are for who lost a connection, not for good."""
+EVENTS_TTL_S = 7200
+"""Events are for who lost a connection, not for good; a leap of Redis's clock by an hour leaves
+them."""
 
 _ID = re.compile("resp_[0-9a-f]{32}")
 _LOST = ResponseError("server_error", "The gateway that ran this response has gone.")
