@@ -5,6 +5,7 @@ It knows no route; the app behind it is any ASGI app.
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -33,6 +34,8 @@ MAX_HEADER_BYTES = 32_768
 MAX_HEADERS = 128
 HEAD_TIMEOUT_S = 15.0
 """A client that has not sent a whole head by then is cut off."""
+FIRST_HEAD_S = 1.0
+"""A gateway that leaves waits so long for the first request of who has just connected."""
 LAME_DUCK_S = 1.0
 """After SIGTERM new connections are served for so long, until balancers saw /ready fail."""
 
@@ -80,6 +83,15 @@ class Protocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._stop_stall_timer()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Ends the connection behind the answer that is under way, or at once. One whose first
+        request has not come yet may have it on its way: a cut would be an error to its client."""
+        if self.cycle is None and self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = self.loop.call_later(FIRST_HEAD_S, self.transport.close)
+        else:
+            super().shutdown()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -256,6 +268,11 @@ class Server(uvicorn.Server):
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """First takes in who is connected and was not accepted yet: closing would cut them off."""
+        await asyncio.sleep(0)
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) and time.monotonic() >= self._stop_at

@@ -88,9 +88,8 @@ def test_36_clients_that_try_again_by_themselves(
 ) -> None:
     """The SDK's own retries against an outage of Redis: three attempts at most, and all is as
     before soon after it."""
-    with house.metered(
-        'forebay_shed_total{reason="bus_unavailable"}', "forebay_redis_reconnects_total"
-    ):
+    unavailable = 'forebay_admissions_total{outcome="unavailable"}'
+    with house.metered("forebay_redis_reconnects_total", unavailable):
         for moment in moments(20, 300):
             over, back, answered = threading.Event(), threading.Event(), threading.Semaphore(0)
 
@@ -115,6 +114,7 @@ def test_36_clients_that_try_again_by_themselves(
                 try:
                     load.flow(moment)
                     house.redis.kill()
+                    load.start([echo_stream(rng, 20)])
                     time.sleep(rng.uniform(3, 5))  # the outage itself
                     house.redis.start()
                     back.set()

@@ -121,6 +121,8 @@ def test_37_redis_finds_its_disk_full(
                     filler = disk / "filler"
                     _fill(filler)
                     until(lambda: _cannot_write(redis))
+                    load.start([echo_stream(rng, 20)])
+                    until(lambda: any(one.status == 503 for one in load.outcomes))
                     time.sleep(rng.uniform(0, 2))  # the outage itself
                     filler.unlink()
                     redis.client.bgrewriteaof()

@@ -201,6 +201,20 @@ def test_after_sigterm_open_streams_finish_and_the_gateway_is_not_ready(
         assert check_stream(done.result().content, model=MODEL).texts == {0: ANSWER}
 
 
+def test_who_has_connected_when_the_gateway_leaves_is_answered_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("forebay_gateway.server.FIRST_HEAD_S", 3600.0)
+    with running_api() as api:
+        host, port = api.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            wait_until(lambda: len(api.server.server_state.connections) == 1, "it is accepted")
+            api.server.handle_exit(signal.SIGINT, None)
+            wait_until(lambda: not api.server.servers[0].is_serving(), "nobody new comes in")
+            connection.sendall(request_bytes("GET", "/health", {}))
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
 def test_a_stream_that_outlives_the_drain_time_ends_with_an_error() -> None:
     with running_api(settings=GatewaySettings(drain_timeout_s=1.0)) as api:
         api.backend.script = lambda job, index: Play(api.backend.answer, hang_after=2)
