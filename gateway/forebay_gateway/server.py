@@ -87,7 +87,7 @@ class Protocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Ends the connection behind the answer that is under way, or at once. One whose first
         request has not come yet may have it on its way: a cut would be an error to its client."""
-        if self.cycle is None and self._head_timer is not None:
+        if not self.cycle and self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = self.loop.call_later(FIRST_HEAD_S, self.transport.close)
         else:
