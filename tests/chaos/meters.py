@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from patience import PATIENCE_S
 from serve_house import until
 
-EVERY_S = 0.5
+EVERY_S = 1.0
 _SERIES = re.compile(r"^([a-zA-Z_:]+)(?:\{(.*)\})? (\S+)$", re.M)
 _NAMED = re.compile(r'^([a-z_:]+)(?:\{((?:\w+="[^"]*",?)+)\})?$')
 _LABEL = re.compile(r'\w+="[^"]*"')
