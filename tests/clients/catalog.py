@@ -50,6 +50,7 @@ ANTHROPIC = (
     "messages_tool_result",
     "messages_thinking",
     "count_tokens",
+    "models",
     "errors",
     "leaving",
     "asynchronous",
@@ -82,6 +83,18 @@ _IN_AI_SDK = (
     "tools_forced", "tools_streamed", "tools_result", "structured_parse", "structured_streamed",
     "completions", "embeddings", "errors", "leaving", "asynchronous",
 )  # fmt: skip
+_IN_LITELLM = (
+    "chat_plain", "chat_streamed", "tools_forced", "tools_streamed", "tools_result",
+    "structured_parse", "completions", "embeddings", "responses_create", "errors", "leaving",
+)  # fmt: skip
+_IN_AGENTS = (
+    "runs_plain", "runs_typed", "runs_with_tools", "runs_streamed", "runs_handed_over",
+    "runs_on_stored_responses", "errors",
+)  # fmt: skip
+_IN_PYDANTIC_AI = (
+    "runs_plain", "runs_streamed", "runs_typed", "runs_typed_streamed",
+    "runs_with_a_history_of_tools", "errors",
+)  # fmt: skip
 _IN_OPENAI_NODE = _without("chat_parts", "responses_parse")
 
 CLIENTS = {
@@ -94,4 +107,7 @@ CLIENTS = {
     "ai-sdk-6-node-20": Client("node-20", "ai_sdk.mjs", _IN_AI_SDK),
     "langchain-openai": Client("langchain", "langchain_python.py", _IN_LANGCHAIN),
     "anthropic": Client("anthropic", "anthropic_python.py", ANTHROPIC),
+    "litellm": Client("litellm", "litellm_python.py", _IN_LITELLM),
+    "openai-agents": Client("agents", "agents_python.py", _IN_AGENTS),
+    "pydantic-ai": Client("pydantic-ai", "pydantic_ai_python.py", _IN_PYDANTIC_AI),
 }

@@ -161,9 +161,14 @@ def test_a_client_may_ask_not_to_see_the_thinking(api: Api) -> None:
     assert message["content"][0]["thinking"] == ""
 
 
-def test_a_call_that_was_cut_has_no_input_and_says_max_tokens(api: Api) -> None:
+@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "tool", "name": "weather"}])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_call_that_was_cut_has_no_input_and_says_max_tokens(
+    api: Api, choice: dict, alone: bool
+) -> None:
     says(api, CALL)
-    message = both(api, tools=TOOLS, max_tokens=55)
+    choice = choice | {"disable_parallel_tool_use": alone}
+    message = both(api, tools=TOOLS, max_tokens=55, tool_choice=choice)
     assert message["stop_reason"] == "max_tokens"
     assert message["content"][0]["input"] == {}
 

@@ -119,12 +119,15 @@ def test_an_answer_without_a_word_is_an_empty_message(api: Api) -> None:
 
 
 @pytest.mark.parametrize("text", [ANSWER, THOUGHT, CALL], ids=["text", "thinking", "call"])
-def test_a_limit_makes_it_incomplete_with_what_there_is(api: Api, text: str) -> None:
+@pytest.mark.parametrize("limit", [11, 45])
+def test_a_limit_makes_it_incomplete_with_what_there_is(api: Api, text: str, limit: int) -> None:
+    text *= 5 if text != CALL else 1
     says(api, text)
-    answer = both(api, max_output_tokens=11, tools=[WEATHER])
+    fields = {"max_output_tokens": limit, "tools": [WEATHER], "parallel_tool_calls": False}
+    answer = both(api, **fields)
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert answer["max_output_tokens"] == 11
-    assert answer["usage"]["output_tokens"] == 11
+    assert answer["max_output_tokens"] == limit
+    assert answer["usage"]["output_tokens"] == limit
     for item in answer["output"][-1:]:
         assert item["status"] == "incomplete"
 

@@ -137,6 +137,22 @@ def count_tokens() -> None:
 
 
 @scenario
+def models() -> None:
+    listed = [model.id for model in client.models.list(limit=1)]
+    check(listed == [MODEL], listed)
+    model = client.models.retrieve(MODEL)
+    check((model.id, model.type) == (MODEL, "model"), model)
+    check(model.max_input_tokens > 0, model)
+    with raising(anthropic.NotFoundError) as caught:
+        client.models.retrieve("claude-9")
+    check(caught[0].body["error"]["type"] == "not_found_error", caught[0].body)
+    check(caught[0].request_id, caught[0].body)
+    with raising(anthropic.AuthenticationError) as caught:
+        client.with_options(api_key="wrong").models.list()
+    check(caught[0].body["error"]["type"] == "authentication_error", caught[0].body)
+
+
+@scenario
 def errors() -> None:
     with raising(anthropic.AuthenticationError) as caught:
         client.with_options(api_key="wrong").messages.create(**ASK)

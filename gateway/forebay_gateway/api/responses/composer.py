@@ -100,10 +100,12 @@ class Composer:
         events: Events = []
         if update.text:
             self._take(Text(update.text), events)
+        cut = update.reason == "length"
         for part in update.parts:
-            self._take(part, events)
+            if not (cut and isinstance(part, CallEnd)):  # what ends with the text was cut off
+                self._take(part, events)
         if update.reason is not None:
-            self._end(update.reason == "length", events)
+            self._end(cut, events)
         return events
 
     def snapshot(self) -> list[OutputItem]:
