@@ -75,18 +75,23 @@ def test_blocks_have_the_hashes_that_gateways_look_for() -> None:
 def test_a_salt_is_part_of_the_hash() -> None:
     cache = Cache()
     salted = next(chain(root_hash("rev", "", "red"), IDS[:4], 4))
-    assert cache.take(stored([b"A"], None, IDS[:4], extra_keys=[["red"]])) == {salted: True}
+    assert cache.take(stored([b"A"], None, IDS[:4], extra_keys=[["salt:red"]])) == {salted: True}
+    newer = stored([b"B"], None, IDS[4:8], extra_keys=[[["cache_salt", "salt:red"]]])
+    other = next(chain(root_hash("rev", "", "red"), IDS[4:8], 4))
+    assert cache.take(newer) == {other: True}
 
 
 def test_an_adapter_is_part_of_the_hash_by_its_weights() -> None:
     cache = Cache(sql="1f")
     ours = list(chain(root_hash("rev", "1f", ""), IDS, 4))
-    first = stored([b"A", b"B"], None, IDS[:8], lora_name="sql", extra_keys=[["sql"], ["sql"]])
+    name: dict[str, Any] = {"lora_name": "adapter:sql"}
+    keys = [["adapter:sql"], ["adapter:sql"]]
+    first = stored([b"A", b"B"], None, IDS[:8], extra_keys=keys, **name)
     assert cache.take(first) == {ours[0]: True, ours[1]: True}
-    more = stored([b"C"], b"B", IDS[8:], lora_name="sql", extra_keys=[["sql"]])
+    more = stored([b"C"], b"B", IDS[8:], extra_keys=keys[:1], **name)
     assert cache.take(more) == {ours[2]: True}
     salted = next(chain(root_hash("rev", "1f", "sql"), IDS[:4], 4))
-    event = stored([b"D"], None, IDS[:4], lora_name="sql", extra_keys=[["sql", "sql"]])
+    event = stored([b"D"], None, IDS[:4], extra_keys=[["adapter:sql", "salt:sql"]], **name)
     assert cache.take(event) == {salted: True}
 
 
@@ -147,6 +152,12 @@ def test_what_was_emitted_counts_for_the_limits() -> None:
     resumed = params(sampling, 5, 6, 7)
     assert (resumed.max_tokens, resumed.min_tokens) == (7, 1)
     assert resumed.seed is None, "greedy needs none"
+
+
+def test_no_salt_of_a_client_is_the_name_of_an_adapter() -> None:
+    asked = msgspec.structs.replace(submit(SamplingParams()), cache_salt="adapter:sql")
+    assert terms_of(asked, [1], ()).cache_salt == {"cache_salt": "salt:adapter:sql"}
+    assert terms_of(submit(SamplingParams()), [1], ()).cache_salt == {}
 
 
 def test_sequences_have_seeds_of_their_own() -> None:
@@ -229,7 +240,7 @@ class FakeVllm:
         return SimpleNamespace(create_engine_config=lambda: config)
 
     async def add_lora(self, request: Any) -> None:
-        if request.lora_name == self._refuses:
+        if request.lora_name == f"adapter:{self._refuses}":
             raise ValueError("its rank is\n  too large")
         self.loaded.append(request)
 
@@ -269,7 +280,10 @@ def test_adapters_are_loaded_at_the_start_and_asked_for_by_name(
     assert asked == {"enable_lora": True, "max_loras": 2}
     assert library.arguments["max_lora_rank"] == 32
     paths = [(each.lora_name, each.lora_int_id, each.lora_path) for each in library.loaded]
-    assert paths == [("sql", 1, f"{adapted.model}/sql"), ("law", 2, f"{adapted.model}/law")]
+    assert paths == [
+        ("adapter:sql", 1, f"{adapted.model}/sql"),
+        ("adapter:law", 2, f"{adapted.model}/law"),
+    ]
     assert CAP_ADAPTERS in driven.card.capabilities
     assert [adapter.name for adapter in driven.card.adapters] == ["sql", "law"]
     sampling = SamplingParams(temperature=0.0, max_tokens=1)

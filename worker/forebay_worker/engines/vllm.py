@@ -46,7 +46,13 @@ from forebay_worker.engines.lives import Ending, Life
 from forebay_worker.engines.naming import names_of
 from forebay_worker.engines.tasks import TaskEngine
 from forebay_worker.engines.vllm_events import CacheEvents, listen
-from forebay_worker.engines.vllm_sampling import Terms, logprobs_of, sampling_params, terms_of
+from forebay_worker.engines.vllm_sampling import (
+    ADAPTER,
+    Terms,
+    logprobs_of,
+    sampling_params,
+    terms_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +155,7 @@ class VllmEngine(TaskEngine):
         """All of them, before anybody asks for one; stops at the first that vLLM does not take."""
         for number, (name, path) in enumerate(self._paths.items(), 1):
             request = import_module("vllm.lora.request").LoRARequest(
-                lora_name=name, lora_int_id=number, lora_path=str(path.resolve())
+                lora_name=ADAPTER + name, lora_int_id=number, lora_path=str(path.resolve())
             )
             try:
                 await self._llm.add_lora(request)

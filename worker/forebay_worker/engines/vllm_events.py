@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from forebay_shared.blocks import chain, root_hash
 
 from forebay_worker.engines.base import CacheLog
+from forebay_worker.engines.vllm_sampling import ADAPTER, SALT
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +93,13 @@ class CacheEvents:
         self._log.flush()
 
     def _stored(self, event: BlockStored) -> None:
-        adapter = self._adapters.get(event.lora_name, "") if event.lora_name else ""
-        if event.medium not in GPU or (event.lora_name and not adapter):
+        name = (event.lora_name or "").removeprefix(ADAPTER)
+        adapter = self._adapters.get(name, "")
+        if event.medium not in GPU or (name and not adapter):
             return
         parent = event.parent_block_hash
         if parent is None:
-            above = root_hash(self._revision, adapter, _salt(event))
+            above = root_hash(self._revision, adapter, _salt(event.extra_keys))
         elif (known := self._ours.get(parent)) is not None:
             above = known
         else:
@@ -149,11 +151,14 @@ async def listen(endpoint: str, cache: CacheEvents) -> None:
         context.term()
 
 
-def _salt(event: BlockStored) -> str:
-    """The cache salt, which stands with a sequence's first block alone, behind the adapter's name,
-    which stands with each."""
-    first = event.extra_keys[0] if event.extra_keys else None
-    texts = [key for key in first or () if isinstance(key, str)]
-    if event.lora_name and texts[:1] == [event.lora_name]:
-        del texts[0]
-    return next(iter(texts), "")
+def _salt(extra_keys: list[list[Any] | None] | None) -> str:
+    """The cache salt, which stands with a sequence's first block alone, as it is or behind a word
+    that says so."""
+    first = extra_keys[0] if extra_keys else None
+    salts = [text for text in map(_text, first or ()) if text.startswith(SALT)]
+    return salts[0].removeprefix(SALT) if salts else ""
+
+
+def _text(key: Any) -> str:
+    words = cast("list[Any]", key) if isinstance(key, list) else [key]
+    return words[-1] if words and isinstance(words[-1], str) else ""

@@ -14,6 +14,9 @@ from forebay_shared.errors import WorkerLostError
 from forebay_shared.sampling import Grammar, SamplingParams
 from forebay_shared.wire import Submit, TokenLogprobs, unpack_ids
 
+SALT, ADAPTER = "salt:", "adapter:"
+"""Before the salts and the names of adapters that vLLM is told: it hashes both as bare texts, so a
+client's salt could be an adapter's name, whose first block it would then read."""
 _SEEDS = 2**63
 _STRIDE = 0x9E3779B97F4A7C15
 """An odd number far from round ones: it sets the seeds of neighbours apart."""
@@ -40,7 +43,7 @@ def terms_of(submit: Submit, prompt: list[int], eos: Sequence[int]) -> Terms:
     if counts and any(emitted.values()):
         raise _LostError("The worker was lost, and no other can go on with this request.")
     ends = () if sampling.ignore_eos else eos
-    salt = {"cache_salt": submit.cache_salt} if submit.cache_salt else {}
+    salt = {"cache_salt": SALT + submit.cache_salt} if submit.cache_salt else {}
     enders = frozenset([*ends, *sampling.stop_token_ids])
     return Terms(prompt, emitted, sampling, enders, salt, submit.adapter)
 
