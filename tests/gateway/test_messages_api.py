@@ -161,6 +161,26 @@ def test_a_client_may_ask_not_to_see_the_thinking(api: Api) -> None:
     assert message["content"][0]["thinking"] == ""
 
 
+@pytest.mark.parametrize(
+    ("type_", "name", "given"),
+    [
+        ("bash_20250124", "bash", {"command": "ls"}),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {"command": "view", "path": "/x"}),
+        ("memory_20250818", "memory", {"command": "delete", "path": "/memories/x"}),
+    ],
+)
+def test_a_tool_that_the_client_runs_may_be_named_by_its_type_alone(
+    api: Api, type_: str, name: str, given: dict
+) -> None:
+    says(api, f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>")
+    tools = [{"type": type_, "name": name, "max_characters": 100}, WEATHER]
+    message = both(api, tools=tools, tool_choice={"type": "tool", "name": name})
+    assert (message["content"][0]["name"], message["content"][0]["input"]) == (name, given)
+    assert '"command"' in prompt_text(api)
+    for other in ("bash", "bash_code_execution_20250825", "code_execution_20250825", "bash_x"):
+        refused(post(api, tools=[{"type": other, "name": name}]), "tools[0].type")
+
+
 @pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "tool", "name": "weather"}])
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_call_that_was_cut_has_no_input_and_says_max_tokens(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
 
+from forebay_gateway.api.anthropic.client_tools import client_tool
 from forebay_gateway.api.anthropic.schema import Block, CountRequest, Message, Tool, ToolChoice
 from forebay_gateway.api.openai.tools import (
     FunctionDefinition,
@@ -54,20 +55,24 @@ def tool_choice(choice: ToolChoice) -> str | NamedToolChoice:
 
 
 def _definition(tool: Tool, at: str) -> ToolDefinition:
+    description, schema = tool.description, tool.input_schema
     if tool.type not in (None, "custom"):
-        raise UnsupportedError(
-            f"{at}.type must be custom: this server runs no tools itself.", param=f"{at}.type"
-        )
-    if tool.input_schema is None:
+        known = client_tool(tool.type)
+        if known is None:
+            raise UnsupportedError(
+                f"{at}.type must be custom, or a bash, text_editor or memory tool: this server "
+                "runs no tools itself.",
+                param=f"{at}.type",
+            )
+        description, schema = known
+    if schema is None:
         raise InvalidRequestError(f"{at}.input_schema is required.", param=f"{at}.input_schema")
     if tool.allowed_callers not in (None, ["direct"]):
         raise UnsupportedError(
             f"{at}.allowed_callers may only hold direct.", param=f"{at}.allowed_callers"
         )
     examples = {"examples": tool.input_examples} if tool.input_examples else {}
-    function = FunctionDefinition(
-        tool.name, tool.description, tool.input_schema | examples, tool.strict
-    )
+    function = FunctionDefinition(tool.name, description, schema | examples, tool.strict)
     definition = ToolDefinition("function", function)
     read_tool(definition, at)  # its place among those that are shown may be another one
     return definition
