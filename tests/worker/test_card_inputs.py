@@ -86,7 +86,7 @@ def test_a_token_that_nobody_knows_is_refused_and_clear_forgets() -> None:
     assert len(into.take_cells()[0]) == 0
 
 
-def test_rows_for_the_host_are_named() -> None:
+def test_rows_that_ask_for_more_than_the_step_does_are_named() -> None:
     into = inputs()
     rows = [decode_row(3, 5 * at) for at in range(3)]
     for at, sampling in enumerate(
@@ -96,11 +96,13 @@ def test_rows_for_the_host_are_named() -> None:
         assert isinstance(sequence, Sequence)
         sequence.sampling = sampling
         sequence.stop_ids = frozenset([7])
-    assert into.fill(rows, 3, StepShape(4)).on_host == [1, 2]
+    filled = into.fill(rows, 3, StepShape(4))
+    assert (filled.adjusted, filled.read) == ([2], [1])
     ended = rows[2].sequence
     assert isinstance(ended, Sequence)
     ended.num_prompt -= 2
-    assert into.fill(rows, 3, StepShape(4)).on_host == [1]
+    filled = into.fill(rows, 3, StepShape(4))
+    assert (filled.adjusted, filled.read) == ([], [1])
 
 
 def test_scored_positions_are_found_where_their_tokens_lie() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from forebay_worker.engine import card_sampling
 from forebay_worker.engine.batch import IntArray, ScheduledRow, SequenceState, scored_at
+from forebay_worker.engine.card_sampling import Filled
 from forebay_worker.engine.staging import Array, Fields, Layout
 
 
@@ -50,15 +51,6 @@ class StepShape(NamedTuple):
         return Layout(fields)
 
 
-class Filled(NamedTuple):
-    """places: of each row's result among the step's. on_host: rows that the host must sample.
-    scored: flat indexes of the positions that the rows ask to score."""
-
-    places: IntArray
-    on_host: list[int]
-    scored: IntArray
-
-
 class StepInputs:
     """The arrays of the step that is next, and the cells of the block tables that it changes."""
 
@@ -70,7 +62,7 @@ class StepInputs:
         self._counting = np.arange(most_rows + most_tokens)
         self._block_size = block_size
         self._tables = np.zeros((most_rows, most_blocks), np.int64)
-        self._host = np.zeros(most_rows, bool)
+        self._asks = np.zeros(most_rows, bool)
         self.clear()
 
     def clear(self) -> None:
@@ -96,9 +88,11 @@ class StepInputs:
             self._fill_adapters(rows, num_decodes, shape)
         chunks = shape.decodes + self._counting[: len(rows) - num_decodes]
         places = np.concatenate((self._places, chunks))
-        asked = np.flatnonzero(self._host[places]).tolist()
-        on_host = [at for at in asked if rows[at].samples and _for_host(rows[at].sequence)]
-        return Filled(places, on_host, self._scored_at(rows, places))
+        asking = [at for at in np.flatnonzero(self._asks[places]).tolist() if rows[at].samples]
+        adjusted = [at for at in asking if _is_adjusted(rows[at].sequence)]
+        others = set(asking).difference(adjusted)
+        read = [at for at in sorted(others) if rows[at].sequence.sampling.logprobs is not None]
+        return Filled(places, adjusted, read, self._scored_at(rows, places))
 
     def _scored_at(self, rows: Sequence[ScheduledRow], places: IntArray) -> IntArray:
         if not any(row.scored for row in rows):
@@ -141,7 +135,11 @@ class StepInputs:
     def _set_params(self, at: int, sequence: SequenceState) -> None:
         params = sequence.sampling
         card_sampling.fill_row(self.arrays, at, params, sequence.seed)
-        self._host[at] = card_sampling.asks_host(params) or params.min_tokens > 0
+        self._asks[at] = (
+            card_sampling.is_adjusted(params)
+            or params.min_tokens > 0
+            or params.logprobs is not None
+        )
 
     def _fill_decodes(self, decodes: list[SequenceState], size: int) -> None:
         arrays, places, count = self.arrays, self._places, len(decodes)
@@ -239,5 +237,5 @@ class StepInputs:
         return end
 
 
-def _for_host(sequence: SequenceState) -> bool:
-    return card_sampling.asks_host(sequence.sampling) or bool(sequence.banned_ids())
+def _is_adjusted(sequence: SequenceState) -> bool:
+    return card_sampling.is_adjusted(sequence.sampling) or bool(sequence.banned_ids())

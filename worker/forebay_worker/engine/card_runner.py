@@ -104,10 +104,10 @@ class CardRunner:
         adapted = self._adapts and any(row.sequence.adapter >= 0 for row in rows)
         shape = self._steps.shape(decodes, tokens, len(rows) - decodes, adapted=adapted)
         try:
-            places, on_host, scored = self._inputs.fill(rows, decodes, shape)
+            filled = self._inputs.fill(rows, decodes, shape)
             self._steps.set_cells(*self._inputs.take_cells())
-            logits = self._run(shape, scored)
-            return CardStep(rows, places, on_host, self._sampler, logits)
+            logits = self._run(shape, filled.scored)
+            return CardStep(rows, filled, self._sampler, logits)
         except Exception:
             self._inputs.clear()  # what the card has of it is not known
             raise

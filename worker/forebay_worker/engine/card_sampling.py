@@ -1,20 +1,21 @@
-"""Sampling on a card: one kernel for the rows that ask for no more than it knows, and the CPU's
-sampler, row by row, for the others.
+"""Sampling on a card: one kernel within the step for the rows that ask for no more than it knows,
+and `card_choice` behind the step for the others.
 
-The kernel knows temperature, top_k, top_p and min_p. Penalties, bias, masks, grammars and
-log-probabilities take a row's logits to the host: 0.6 MB and some milliseconds each, for which the
-next step has to wait.
+The kernel knows temperature, top_k, top_p and min_p. Log-probabilities are read behind the step,
+and the next one is launched meanwhile. Penalties, bias, masks and grammars depend on all tokens
+before, which the host knows: such a row's token is chosen once the step has landed, and the next
+step waits for it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from forebay_shared.sampling import SamplingParams
 from torch import Tensor
 
 from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
-from forebay_worker.engine.sampler import sample as sample_on_host
+from forebay_worker.engine.card_choice import PIECE, LogprobsRead, choose
 from forebay_worker.engine.scoring import Logits, add_scores
 from forebay_worker.engine.staging import Fetched, Fields, Harvest
 from forebay_worker.kernels.sampling import SamplingRows, SamplingScratch, make_scratch, sample
@@ -32,8 +33,8 @@ def fields(rows: int) -> Fields:
 
 
 def fill_row(arrays: Mapping[str, Any], at: int, params: SamplingParams, seed: int) -> None:
-    """All of a row's parameters. A row of the host's is greedy here: cheapest."""
-    greedy = params.greedy or asks_host(params)
+    """All of a row's parameters. A row whose token is chosen later is greedy here: cheapest."""
+    greedy = params.greedy or is_adjusted(params)
     arrays["temperature"][at] = 0.0 if greedy else params.temperature
     arrays["top_k"][at] = params.top_k
     arrays["top_p"][at] = params.top_p
@@ -45,12 +46,11 @@ def fill_padding(arrays: Mapping[str, Any], start: int, end: int) -> None:
     arrays["temperature"][start:end] = 0.0
 
 
-def asks_host(params: SamplingParams) -> bool:
-    """Whether every token of such a sequence is for the CPU's sampler. `banned_ids` may add some
-    while `min_tokens` holds."""
+def is_adjusted(params: SamplingParams) -> bool:
+    """Whether every token of such a sequence is chosen from other logits than the model's.
+    `banned_ids` may add some while `min_tokens` holds."""
     return bool(
-        params.logprobs is not None
-        or params.logit_bias
+        params.logit_bias
         or params.allowed_token_ids
         or params.bad_words
         or params.presence_penalty
@@ -58,6 +58,17 @@ def asks_host(params: SamplingParams) -> bool:
         or params.repetition_penalty != 1
         or params.grammar is not None
     )
+
+
+class Filled(NamedTuple):
+    """places: of each row's result among the step's. adjusted: rows whose token is chosen from
+    other logits than the model's. read: others whose log-probabilities are asked for.
+    scored: flat indexes of the tokens after which a prompt's next token is to be scored."""
+
+    places: IntArray
+    adjusted: list[int]
+    read: list[int]
+    scored: IntArray
 
 
 class CardSampler:
@@ -98,41 +109,59 @@ class CardSampler:
 
 
 class CardStep:
-    """A launched step. `places` of the rows' results; the host samples rows `on_host`, whose logits
-    are there until the next launch. `scored` gives the logits of what is to be scored, if any is.
+    """A launched step. `places` of the rows' results. Rows `adjusted` have their tokens chosen when
+    it lands, of logits that are there until the next launch; of rows `read` log-probabilities are
+    read. `scored` gives the logits of what is to be scored, if any is.
     """
 
     def __init__(
         self,
         rows: Sequence[ScheduledRow],
-        places: IntArray,
-        on_host: list[int],
+        filled: Filled,
         sampler: CardSampler,
         scored: Logits | None = None,
     ) -> None:
-        self._rows, self._places, self._on_host = rows, places, on_host
+        self._rows, self._filled = rows, filled
         self._sampler, self._scored = sampler, scored
+        self._reads = [self._start_reading(piece) for piece in _pieces(filled.read)]
         self._fetched = sampler.fetch()
 
     @property
     def may_wait(self) -> bool:
-        return not self._on_host and self._scored is None
+        return not self._filled.adjusted and self._scored is None
 
     @torch.inference_mode()
     def results(self) -> list[Sampled | None]:
         """Waits for the step; one result per row, None where it neither samples nor scores."""
-        arrays = self._fetched.arrays()
-        tokens: list[int] = arrays["tokens"][self._places].tolist()
-        corrupt: list[int] = arrays["corrupt"][self._places].tolist()
+        for at in self._filled.adjusted:
+            self._rows[at].sequence.allowed_mask()  # kept there; the card computes meanwhile
+        arrays, places = self._fetched.arrays(), self._filled.places
+        tokens: list[int] = arrays["tokens"][places].tolist()
+        corrupt: list[int] = arrays["corrupt"][places].tolist()
         results = [
             Sampled(token, corrupt=bad != 0) if row.samples else None
             for row, token, bad in zip(self._rows, tokens, corrupt, strict=True)
         ]
-        if self._on_host:
-            at = torch.from_numpy(self._places[self._on_host])
-            logits = self._sampler.logits
-            chosen = logits[at.to(logits.device)].float().cpu()
-            sequences = [self._rows[each].sequence for each in self._on_host]
-            for each, again in zip(self._on_host, sample_on_host(chosen, sequences), strict=True):
-                results[each] = again
+        read = (each for reading in self._reads for each in reading.results())
+        for at, logprobs in zip(self._filled.read, read, strict=True):
+            results[at] = Sampled(tokens[at], logprobs, corrupt[at] != 0)
+        for piece in _pieces(self._filled.adjusted):
+            for at, chosen in zip(piece, self._choose(piece), strict=True):
+                results[at] = chosen
         return results if self._scored is None else add_scores(self._rows, results, self._scored)
+
+    def _start_reading(self, read: list[int]) -> LogprobsRead:
+        places, sampler = self._places_of(read), self._sampler
+        asked = [self._rows[at].sequence.sampling for at in read]
+        return LogprobsRead(sampler.logits[places].float(), sampler.tokens[places], asked)
+
+    def _choose(self, adjusted: list[int]) -> list[Sampled]:
+        logits = self._sampler.logits[self._places_of(adjusted)].float()
+        return choose(logits, [self._rows[at].sequence for at in adjusted])
+
+    def _places_of(self, rows: list[int]) -> Tensor:
+        return torch.from_numpy(self._filled.places[rows]).to(self._sampler.logits.device)
+
+
+def _pieces(rows: list[int]) -> list[list[int]]:
+    return [rows[start : start + PIECE] for start in range(0, len(rows), PIECE)]
