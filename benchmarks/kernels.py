@@ -33,6 +33,7 @@ from forebay_worker.kernels.prefill_attention import (
     paged_prefill_attention,
 )
 from forebay_worker.kernels.rms_norm import rms_norm
+from forebay_worker.kernels.row_linear import RowConfig, row_linear
 from forebay_worker.kernels.sampling import SamplingRows, make_scratch, sample
 from forebay_worker.kernels.silu_mul import silu_mul
 from forebay_worker.kernels.small_linear import LinearConfig, small_linear
@@ -366,6 +367,10 @@ def bench_linears(peak: Peak) -> Iterator[Row]:
                 [partial(small_linear, x, w, out, scratch, config) for w in weights]
             )
             yield peak.row("small_linear", shape, config, seconds, size)
+            if rows == 1:
+                own = RowConfig()
+                seconds = time_launches([partial(row_linear, x, w, out, own) for w in weights])
+                yield peak.row("row_linear", shape, own, seconds, size)
             seconds = time_launches([partial(functional.linear, x, w) for w in weights])
             yield peak.row("cublas", shape, "", seconds, size)
 

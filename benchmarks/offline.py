@@ -5,7 +5,8 @@
 
 Random weights of the real shape in bfloat16, or as --quantization and --kv-cache-dtype say, greedy
 unless said, end tokens ignored, prefix caching off. decode: time of B prompts of 1,024 random ids
-with 129 new tokens less that with 1, over 128; best of two. prefill: 1 new token. mixed: 256
+with 129 new tokens less that with 1, over 128; best of two. asked: the same with penalties, a bias
+or log-probabilities. prefill: 1 new token. mixed: 256
 prompts of 100 to 1,024 ids, 100 to 1,024 new tokens each. many: 1,024 prompts of 1,024 ids, 128 new
 tokens each.
 """
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter
+from typing import Any
 
 import torch
 from forebay_shared import collector
@@ -96,6 +98,14 @@ class Recorder:
     def finished(self, **facts: object) -> None: ...
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "bias": {"logit_bias": dict.fromkeys(range(100, 200), -5.0)},
+    "logprobs": {"logprobs": 5},
+}
+"""What a row may ask beyond the sampling kernel."""
+
+
 @dataclass
 class Measured:
     """`value` in the unit of its case; `host_us` per step: all of the engine but the runner."""
@@ -122,8 +132,8 @@ class Bench:
         )
         self._serial = 0
 
-    def run(self, prompts: list[Prompt], new: list[int], temperature: float = 0.0) -> float:
-        """Seconds until all have their new tokens."""
+    def run(self, prompts: list[Prompt], new: list[int], **asked: Any) -> float:
+        """Seconds until all have their new tokens, greedily or as `asked`."""
         submits = [
             Submit(
                 request_id=str(self._serial + at),
@@ -131,7 +141,7 @@ class Bench:
                 gateway="",
                 prompt=pack_ids(prompt),
                 sampling=SamplingParams(
-                    temperature=temperature, max_tokens=count, ignore_eos=True, seed=at
+                    **{"temperature": 0.0, **asked}, max_tokens=count, ignore_eos=True, seed=at
                 ),
                 starts=(SequenceStart(0),),
             )
@@ -162,11 +172,18 @@ class Bench:
 
     def decode(self) -> Iterator[Measured]:
         for rows in BATCHES:
-            prompts = [random_ids(1024) for _ in range(rows)]
-            short = min(self.run(prompts, [1] * rows) for _ in range(2))
-            long = min(self.run(prompts, [129] * rows) for _ in range(2))
-            ms = (long - short) / 128 * 1e3
-            yield self.measured(f"decode {rows}", "ms/step", ms, long)
+            yield self._step(f"decode {rows}", rows)
+
+    def asked(self) -> Iterator[Measured]:
+        for rows in (1, 64):
+            for name, asked in ASKED.items():
+                yield self._step(f"decode {rows}, {name}", rows, **asked)
+
+    def _step(self, case: str, rows: int, **asked: Any) -> Measured:
+        prompts = [random_ids(1024) for _ in range(rows)]
+        short = min(self.run(prompts, [1] * rows, **asked) for _ in range(2))
+        long = min(self.run(prompts, [129] * rows, **asked) for _ in range(2))
+        return self.measured(case, "ms/step", (long - short) / 128 * 1e3, long)
 
     def prefill(self) -> Iterator[Measured]:
         for rows, length in ((1, 128), (1, 2048), (8, 2048), (32, 2048)):
@@ -185,7 +202,7 @@ class Bench:
             prompts.append([r.randrange(10, 49_000) for _ in range(length)])
         new = [r.randint(100, 1024) for _ in range(256)]
         for temperature in (0.6, 0.0):
-            seconds = self.run(prompts, new, temperature)
+            seconds = self.run(prompts, new, temperature=temperature)
             yield self.measured(f"mixed t={temperature}", "tok/s", sum(new) / seconds, seconds)
 
     def many(self) -> Iterator[Measured]:
@@ -234,6 +251,7 @@ def main() -> None:
     print("start", round(bench.start_s, 1), "s", flush=True)
     cases: dict[str, Callable[[], Iterator[Measured]]] = {
         "decode": bench.decode,
+        "asked": bench.asked,
         "prefill": bench.prefill,
         "mixed": bench.mixed,
         "many": bench.many,
