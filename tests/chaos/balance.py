@@ -24,8 +24,9 @@ GAUGES = (
     "forebay_open_generations", "forebay_open_streams", "forebay_inbox_tokens",
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
 )  # fmt: skip
-SETTLED_S = 45.0
-"""The ledger settles what nobody else could after keys.HOLD_MS."""
+SETTLED_S = 100.0
+"""The ledger settles what nobody else could, 80 s after it was last renewed: a request, say, that a
+Redis which stood still admits when its gateway has given it up."""
 CLEARED_S = 75.0
 """Keys of the dead are cleared within seconds; their own life ends within keys.STREAM_TTL_MS."""
 _MATCHING = {"ok": {"completed"}, "broken": {"error"}, "left": {"cancelled", "completed"}}
