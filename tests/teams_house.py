@@ -7,7 +7,7 @@ from typing import Any
 
 from forebay_gateway.backend import Backend, connect
 from forebay_gateway.teams import keymaker
-from forebay_gateway.teams.directory import Directory, encode
+from forebay_gateway.teams.directory import Directory, decoded, encode
 from forebay_gateway.teams.records import Entry, Key, Organisation, Team, User, place_of
 from forebay_gateway.teams.store import Change
 from forebay_shared.settings import GatewaySettings, Secret
@@ -28,7 +28,7 @@ def filled(*entries: Entry) -> Directory:
     """A directory with the basics and these."""
     directory = Directory()
     values = [(place_of(e), f"{n + 1} {encode(e)}") for n, e in enumerate((*BASICS, *entries))]
-    directory.load(len(values), values)
+    directory.replace(len(values), decoded(values))
     return directory
 
 

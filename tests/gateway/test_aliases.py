@@ -16,7 +16,7 @@ from forebay_gateway.teams.aliases import (
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.catalog import Catalog
 from forebay_gateway.teams.checks import parse
-from forebay_gateway.teams.directory import Directory, encode
+from forebay_gateway.teams.directory import Directory, decoded, encode
 from forebay_gateway.teams.records import (
     Alias,
     Caps,
@@ -83,7 +83,7 @@ def alias(name: str = "fast", *targets: str, **fields) -> Alias:
 
 def directory(*entries: Entry, flags: tuple[str, ...] = ()) -> Directory:
     found = Directory(configured(flags))
-    found.load(1, [(place_of(entry), f"1 {encode(entry)}") for entry in entries])
+    found.replace(1, decoded((place_of(entry), f"1 {encode(entry)}") for entry in entries))
     return found
 
 
@@ -117,7 +117,7 @@ def test_a_request_keeps_its_model_however_the_alias_changes() -> None:
     records = directory(alias(targets=(Target("a"), Target("b"))))
     catalog, caller = Catalog(fleet, records, lambda _: None), Caller()
     first = catalog.find("fast", caller)
-    records.load(2, [("alias/fast", f"2 {encode(alias('fast', 'c'))}")])
+    records.replace(2, decoded([("alias/fast", f"2 {encode(alias('fast', 'c'))}")]))
     assert all(catalog.find("fast", caller) is first for _ in range(20))
     with pytest.raises(NoWorkerError):
         catalog.find("fast", Caller())

@@ -21,7 +21,7 @@ from forebay_gateway.teams.bearer import (
     values_of,
 )
 from forebay_gateway.teams.checks import parse
-from forebay_gateway.teams.directory import Directory, encode
+from forebay_gateway.teams.directory import Directory, decoded, encode
 from forebay_gateway.teams.guards import actor_of
 from forebay_gateway.teams.jwks import KeyKeeper
 from forebay_gateway.teams.records import Entry, Grant, Issuer, User, place_of
@@ -51,7 +51,7 @@ def issuer(server: KeyServer | str, *grants: Grant, **fields: Any) -> Issuer:
 
 def load(directory: Directory, *entries: Entry) -> None:
     values = [(place_of(entry), f"1 {encode(entry)}") for entry in (*BASICS, *entries)]
-    directory.load(directory.revision + 1, values)
+    directory.replace(directory.revision + 1, decoded(values))
 
 
 class Door:
@@ -340,9 +340,7 @@ async def test_changes_of_the_directory_hold_for_tokens_that_were_seen() -> None
             token = ONE.token(groups="reds")
             assert await house.open(token)
             disabled = replace(BASICS[1], disabled=True)
-            house.directory.load(
-                99, [(place_of(e), f"1 {encode(e)}") for e in (*BASICS, issuer(server))]
-            )
+            load(house.directory, issuer(server))
             assert await house.open(token)
             for changed, error, says in (
                 ((disabled, issuer(server)), PermissionDeniedError, "team of this token"),

@@ -11,7 +11,7 @@ from forebay_gateway.teams import keymaker, store, sync
 from forebay_gateway.teams.access import Access, Gatekeeper, Standing
 from forebay_gateway.teams.checks import parse
 from forebay_gateway.teams.conditions import NONE
-from forebay_gateway.teams.directory import Directory, encode
+from forebay_gateway.teams.directory import Directory, decoded, encode
 from forebay_gateway.teams.guards import Actor
 from forebay_gateway.teams.records import Budget, Key, Limits, Organisation, Team, User, place_of
 from forebay_gateway.teams.secrets import split
@@ -232,7 +232,7 @@ def test_a_mirror_that_loads_at_any_moment_and_follows_ends_like_all_others(
         if kept:
             stored[f"organisation/{name}"] = f"{number} {value}"
     first, second = Directory(), Directory()
-    second.load(at, snapshot.items())
+    second.replace(at, decoded(snapshot.items()))
     for change in changes:
         assert first.follow(change)
         assert second.follow(change)

@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from forebay_gateway.teams.access import Access, Scope, Standing
-from forebay_gateway.teams.directory import Directory, encode
+from forebay_gateway.teams.directory import Directory, decoded, encode
 from forebay_gateway.teams.outage import MOST, Allowance
 from forebay_gateway.teams.plan import Plan, limit_name, make_plan, window
 from forebay_gateway.teams.records import Budget, Key, Limits, Record, Team
@@ -239,7 +239,8 @@ def test_an_outage_admits_no_more_than_was_left(
 ) -> None:
     team = Team(id="red", organisation="o", on_outage="continue", limits=Limits(tokens_per_day=9))
     directory = Directory()
-    directory.load(1, [("organisation/o", '1 {"id":"o"}'), ("team/red", f"1 {encode(team)}")])
+    records = decoded([("organisation/o", '1 {"id":"o"}'), ("team/red", f"1 {encode(team)}")])
+    directory.replace(1, records)
     access = Access(Key(id="k", team="red"), directory)
     allowance = Allowance()
     assert not allowance.admits(access, access.scopes, 1, {}), "nothing is known yet"

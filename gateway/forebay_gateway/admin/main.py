@@ -16,11 +16,10 @@ from forebay_gateway.admin import files
 from forebay_gateway.admin.bootstrap import first_key
 from forebay_gateway.admin.client import DEFAULT_URL, AdminClient, find_key
 from forebay_gateway.teams.books import BY, DIMENSIONS
-from forebay_gateway.teams.records import ROLES
+from forebay_gateway.teams.records import PLURALS, ROLES
 
 Tree = dict[str, Any]
 
-LISTS = ("organisations", "teams", "users", "keys", "models", "aliases", "issuers")
 EXAMPLES = """\
 examples:
   forebay admin apply teams.yaml --dry-run      what would change
@@ -68,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     whoami = commands.add_parser("whoami", help="the role of the admin key")
     whoami.set_defaults(run=_whoami)
 
-    for name in LISTS:
+    for name in PLURALS.values():
         section = commands.add_parser(name, help=f"list {name}" + _more(name))
         section.set_defaults(run=_list, section=name)
         actions = section.add_subparsers(metavar="ACTION", parser_class=Parser)

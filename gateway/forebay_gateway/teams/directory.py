@@ -132,12 +132,8 @@ class Directory:
         other.unreadable, other.held = self.unreadable, self.held
         return other
 
-    def load(self, revision: int, values: Iterable[tuple[str, str]]) -> None:
-        """Replaces everything by what Redis holds: `kind/id` and `revision json`, pairwise."""
-        self.replace(revision, decoded(values))
-
     def replace(self, revision: int, records: "Records") -> None:
-        """Replaces everything by records."""
+        """Replaces everything by what Redis holds."""
         self._entries, self._revisions = records.entries, records.revisions
         self.unreadable = records.unreadable
         self.held = self.held or bool(records.revisions) or records.unreadable > 0
@@ -211,7 +207,8 @@ class Records(NamedTuple):
 
 
 def decoded(values: Iterable[tuple[str, str]]) -> Records:
-    """What `Directory.load` takes as records: 20,000 keys are half a second of work."""
+    """Of what Redis holds: `kind/id` and `revision json`, pairwise. 20,000 keys are half a second
+    of work."""
     entries: dict[Kind, dict[str, Entry]] = {kind: {} for kind in KINDS}
     revisions: dict[str, int] = {}
     unreadable = 0

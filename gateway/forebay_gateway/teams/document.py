@@ -19,21 +19,12 @@ from msgspec.structs import replace
 
 from forebay_gateway.teams.checks import parse
 from forebay_gateway.teams.directory import Directory, parents
-from forebay_gateway.teams.records import Entry, Key, Kind, kind_of, place_of
+from forebay_gateway.teams.records import SINGULARS, Entry, Key, Kind, kind_of, place_of
 
 NEW = "new-"
 """Ids of keys that must still be made begin so: a real one is hex."""
 MAX_ENTRIES = 100_000
 
-_SECTIONS: Mapping[str, Kind] = {
-    "organisations": "organisation",
-    "teams": "team",
-    "users": "user",
-    "keys": "key",
-    "models": "model",
-    "aliases": "alias",
-    "issuers": "issuer",
-}
 _INSIDE: Mapping[str, tuple[str, ...]] = {
     "": ("models", "aliases", "organisations", "keys", "issuers"),
     "organisation": ("teams", "keys"),
@@ -146,7 +137,7 @@ def _team(team: Entry, mine: Sequence[Entry]) -> Tree:
     for entry in mine:
         for section in parts:
             named = not isinstance(entry, Key) or entry.name
-            if _SECTIONS[section] == kind_of(entry) and named:
+            if SINGULARS[section] == kind_of(entry) and named:
                 plain = _plain(entry, "team")
                 if section == "aliases":
                     plain["id"] = entry.id.removeprefix(f"{team.id}/")
@@ -172,7 +163,7 @@ def _flatten(
             if not isinstance(item, dict):
                 raise InvalidRequestError(f"{at} must be a mapping.", param=at)
             inner = cast(Tree, item)
-            own_kind = _SECTIONS[section]
+            own_kind = SINGULARS[section]
             own = {name: v for name, v in inner.items() if name not in _INSIDE.get(own_kind, ())}
             entry = _entry(own_kind, own, parents, at)
             yield entry, at

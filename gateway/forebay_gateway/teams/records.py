@@ -15,6 +15,17 @@ from msgspec import Meta
 Kind = Literal["organisation", "team", "user", "key", "model", "alias", "issuer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """Parents come before children."""
+PLURALS: Mapping[Kind, str] = {
+    "organisation": "organisations",
+    "team": "teams",
+    "user": "users",
+    "key": "keys",
+    "model": "models",
+    "alias": "aliases",
+    "issuer": "issuers",
+}
+"""What lists of them are called: in paths, in documents and on the command line."""
+SINGULARS: Mapping[str, Kind] = {plural: kind for kind, plural in PLURALS.items()}
 
 Role = Literal["owner", "admin", "member", "viewer"]
 ROLES: tuple[Role, ...] = ("viewer", "member", "admin", "owner")

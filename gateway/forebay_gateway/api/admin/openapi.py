@@ -7,17 +7,8 @@ from typing import Any, Protocol
 import msgspec
 
 from forebay_gateway.teams.books import BY, DIMENSIONS
-from forebay_gateway.teams.records import TYPES, Kind
+from forebay_gateway.teams.records import PLURALS, SINGULARS, TYPES
 
-PLURALS: Mapping[Kind, str] = {
-    "organisation": "organisations",
-    "team": "teams",
-    "user": "users",
-    "key": "keys",
-    "model": "models",
-    "alias": "aliases",
-    "issuer": "issuers",
-}
 _OF_LISTS = {"after": "the `next` of the page before", "limit": "entries of a page, 1000 at most"}
 _OF_USAGE = {
     "by": f"of {', '.join(BY)}; with commas between",
@@ -105,8 +96,7 @@ def _body(row: Described, schemas: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"type": "object", "description": "teams.yaml as JSON"}
     if row.method not in ("PUT", "POST"):
         return None
-    kinds: dict[str, Kind] = {plural: kind for kind, plural in PLURALS.items()}
-    whole: dict[str, Any] = schemas[TYPES[kinds[row.path.split("/")[3]]].__name__]
+    whole: dict[str, Any] = schemas[TYPES[SINGULARS[row.path.split("/")[3]]].__name__]
     given = {name: each for name, each in whole["properties"].items() if name not in _NOT_GIVEN}
     needed = [name for name in whole["required"] if name not in _NOT_GIVEN]
     return {**whole, "properties": given, "required": needed}

@@ -14,7 +14,7 @@ from litestar import route
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from forebay_gateway.api.admin.openapi import PLURALS, describe
+from forebay_gateway.api.admin.openapi import describe
 from forebay_gateway.api.body import read_json_body
 from forebay_gateway.api.edge import caller, raw_headers
 from forebay_gateway.api.errors import Headers
@@ -23,7 +23,7 @@ from forebay_gateway.api.respond import Answer
 from forebay_gateway.teams.admin import Admin
 from forebay_gateway.teams.conditions import Conditions, conditions
 from forebay_gateway.teams.guards import Actor, actor_of
-from forebay_gateway.teams.records import Kind
+from forebay_gateway.teams.records import PLURALS, Kind
 from forebay_gateway.teams.reports import Reports
 
 DEFAULT_PAGE = 100
