@@ -8,7 +8,7 @@ import torch
 from forebay_shared.sampling import Grammar, SamplingParams
 from forebay_worker.engine import sampler
 from forebay_worker.engine.batch import Sampled
-from forebay_worker.engine.card_choice import LogprobsRead, adjust, choose
+from forebay_worker.engine.card_choice import LogprobsRead, adjust, choose, prepare
 from forebay_worker.engine.sequence import Sequence
 from kernel_house import make_sequence
 
@@ -112,6 +112,13 @@ def test_what_nobody_asked_for_stays_as_it_is(device: torch.device) -> None:
     logits = torch.randn(2, VOCAB, device=device)
     before = logits.clone()
     adjust(logits, rows)
+    assert torch.equal(logits, before)
+
+
+def test_getting_ready_for_such_rows_leaves_the_logits_as_they_are(device: torch.device) -> None:
+    logits = torch.randn(2, VOCAB, device=device).bfloat16()
+    before = logits.clone()
+    prepare(logits)
     assert torch.equal(logits, before)
 
 

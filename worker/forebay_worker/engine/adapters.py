@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -21,10 +22,10 @@ from forebay_worker.kernels.reference import LowRank
 from forebay_worker.models.config import ModelConfig, ModelError
 from forebay_worker.models.decoder import LAYERS, Parameter, adaptable
 
+NO_ADAPTERS: Mapping[str, Path] = MappingProxyType({})
+
 _PREFIXES = ("base_model.model.", "model.")
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-
-
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forebay_worker.engine.batch import IntArray, Sampled, SequenceState
 from forebay_worker.engine.sampler import MOST_BIAS
-from forebay_worker.kernels.sampling import SamplingRows, make_scratch, sample
+from forebay_worker.kernels.sampling import SamplingRows, make_scratch, sample, signed
 
 PIECE = 32
 """Rows at a time: each step over their logits takes 0.6 MB a row of 151,936 ids."""
@@ -98,7 +98,7 @@ class LogprobsRead:
 
 
 def prepare(logits: Tensor) -> None:
-    """Compiles what `choose` launches for such logits, so that no request waits for that."""
+    """Compiles the kernel that `choose` launches for such logits: no request waits for that."""
     _draw(logits[:1].float(), [SamplingParams()], [0], [0])
 
 
@@ -116,7 +116,7 @@ def _draw(
         top_k=column([each.top_k for each in asked], torch.int32),
         top_p=column([each.top_p for each in asked], torch.float32),
         min_p=column([each.min_p for each in asked], torch.float32),
-        seeds=column([seed - (seed >> 63 << 64) for seed in seeds], torch.int64),
+        seeds=column([signed(seed) for seed in seeds], torch.int64),
         positions=column(positions, torch.int64),
     )
     tokens = torch.empty(rows, dtype=torch.int64, device=device)

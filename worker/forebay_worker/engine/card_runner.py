@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from forebay_shared.settings import WorkerSettings
 
-from forebay_worker.engine import fp8_weights, loading
-from forebay_worker.engine.adapters import load_adapters
+from forebay_worker.engine import card_choice, fp8_weights, loading
+from forebay_worker.engine.adapters import NO_ADAPTERS, load_adapters
 from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
 from forebay_worker.engine.card_inputs import StepInputs, StepShape
 from forebay_worker.engine.card_sampling import CardSampler, CardStep
@@ -25,7 +25,7 @@ from forebay_worker.engine.card_steps import (
     decode_sizes,
     mixed_shapes,
 )
-from forebay_worker.engine.loading import GIB, NO_ADAPTERS, dtype_of
+from forebay_worker.engine.loading import GIB, dtype_of
 from forebay_worker.engine.scoring import Logits
 from forebay_worker.kernels.card import CardOps
 from forebay_worker.kernels.fp8 import E4M3
@@ -85,6 +85,7 @@ class CardRunner:
         self._cache = self._new_cache(self.num_blocks)
         self._steps = self._new_steps(self._cache)
         if graphs and self._device.type == "cuda":
+            card_choice.prepare(self._sampler.logits)
             self._capture()
 
     @property

@@ -18,7 +18,13 @@ from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
 from forebay_worker.engine.card_choice import PIECE, LogprobsRead, choose
 from forebay_worker.engine.scoring import Logits, add_scores
 from forebay_worker.engine.staging import Fetched, Fields, Harvest
-from forebay_worker.kernels.sampling import SamplingRows, SamplingScratch, make_scratch, sample
+from forebay_worker.kernels.sampling import (
+    SamplingRows,
+    SamplingScratch,
+    make_scratch,
+    sample,
+    signed,
+)
 
 
 def fields(rows: int) -> Fields:
@@ -39,7 +45,7 @@ def fill_row(arrays: Mapping[str, Any], at: int, params: SamplingParams, seed: i
     arrays["top_k"][at] = params.top_k
     arrays["top_p"][at] = params.top_p
     arrays["min_p"][at] = params.min_p
-    arrays["seeds"][at] = seed - (seed >> 63 << 64)
+    arrays["seeds"][at] = signed(seed)
 
 
 def fill_padding(arrays: Mapping[str, Any], start: int, end: int) -> None:
@@ -109,9 +115,8 @@ class CardSampler:
 
 
 class CardStep:
-    """A launched step. `places` of the rows' results. Rows `adjusted` have their tokens chosen when
-    it lands, of logits that are there until the next launch; of rows `read` log-probabilities are
-    read. `scored` gives the logits of what is to be scored, if any is.
+    """A launched step. The tokens of its adjusted rows are chosen when it lands, from logits that
+    are there until the next launch. `scored` gives the logits of what is to be scored, if any is.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from forebay_shared.settings import WorkerSettings
 
-from forebay_worker.engine.loading import NO_ADAPTERS
+from forebay_worker.engine.adapters import NO_ADAPTERS
 from forebay_worker.engine.runner import Runner
 from forebay_worker.models.config import ModelError
 

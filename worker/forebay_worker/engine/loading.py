@@ -3,9 +3,7 @@
 It knows settings and checkpoints, no kernel and no step.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from forebay_shared.settings import WorkerSettings
@@ -15,7 +13,6 @@ from forebay_worker.engine import weights
 from forebay_worker.models.config import ModelConfig, ModelError
 
 GIB = 2**30
-NO_ADAPTERS: Mapping[str, Path] = MappingProxyType({})
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -15,9 +15,9 @@ import torch
 from forebay_shared.settings import WorkerSettings
 
 from forebay_worker.engine import loading, weights
-from forebay_worker.engine.adapters import load_adapters
+from forebay_worker.engine.adapters import NO_ADAPTERS, load_adapters
 from forebay_worker.engine.batch import Sampled, ScheduledRow, StepInput, flatten
-from forebay_worker.engine.loading import GIB, NO_ADAPTERS, dtype_of
+from forebay_worker.engine.loading import GIB, dtype_of
 from forebay_worker.engine.sampler import sample
 from forebay_worker.engine.scoring import add_scores
 from forebay_worker.engine.threads import physical_cores

@@ -24,9 +24,8 @@ BUILT_IN = {
     "http": "forebay_worker.engines.http.engine:HttpEngine",
     "vllm": "forebay_worker.engines.vllm:VllmEngine",
 }
-
-
 _WITHOUT_ADAPTERS = frozenset({"http"})
+"""Known before the engine is made, which would ask its upstream."""
 
 Factory = Callable[[WorkerSettings], Engine]
 

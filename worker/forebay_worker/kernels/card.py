@@ -30,11 +30,7 @@ from forebay_worker.kernels.reference import ExpertWeights, KvCache, LowRank, St
 from forebay_worker.kernels.rms_norm import rms_norm
 from forebay_worker.kernels.routing import route
 from forebay_worker.kernels.silu_mul import silu_mul
-from forebay_worker.kernels.small_linear import (
-    MOST_ROWS,
-    Norm,
-    make_squares,
-)
+from forebay_worker.kernels.small_linear import MOST_ROWS, Norm, make_squares
 
 _GATED_ROWS = 16
 """Most rows whose gate is applied within the product: two sums of 32 rows fill the registers (a

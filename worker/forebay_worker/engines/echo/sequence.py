@@ -17,9 +17,8 @@ class Sequence:
 
     __slots__ = (
         "adapter", "alternatives", "arrived", "attempt", "cache_salt", "cached", "enders",
-        "first_token",
-        "gateway", "index", "last_token", "latest_start", "limit", "min_tokens", "position",
-        "prompt", "request_id", "started",
+        "first_token", "gateway", "index", "last_token", "latest_start", "limit", "min_tokens",
+        "position", "prompt", "request_id", "started",
     )  # fmt: skip
 
     def __init__(
