@@ -13,7 +13,7 @@ not layers.
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from forebay_worker.kernels.row_linear import RowConfig, row_linear
 from forebay_worker.kernels.small_linear import (
     MOST_E4M3_ROWS,
     MOST_ROWS,
+    Around,
     LinearConfig,
     LinearScratch,
-    Norm,
     make_scratch,
     small_linear,
 )
@@ -51,23 +51,14 @@ class Choice(NamedTuple):
         x: Numbers,
         weight: Numbers,
         out: Tensor,
-        *,
-        norm: Norm | None = None,
-        gate: bool = False,
-        add: bool = False,
-        squares: Tensor | None = None,
+        **around: Unpack[Around],
     ) -> Tensor:
         """x @ weight^T into `out`, with what stands before and after it."""
         if isinstance(self.config, RowConfig):
             assert not isinstance(x, Fp8)
-            return row_linear(
-                x, weight, out, self.config, norm=norm, gate=gate, add=add, squares=squares
-            )
+            return row_linear(x, weight, out, self.config, **around)
         assert self.scratch is not None
-        return small_linear(
-            x, weight, out, self.scratch, self.config,
-            norm=norm, gate=gate, add=add, squares=squares,
-        )  # fmt: skip
+        return small_linear(x, weight, out, self.scratch, self.config, **around)
 
 
 class LinearTable:

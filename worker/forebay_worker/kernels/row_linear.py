@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay_worker.kernels.fp8 import Numbers
-from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.overlap import wait_for_inputs
 from forebay_worker.kernels.products import operand, scaled
-from forebay_worker.kernels.small_linear import MOST_ROWS, Norm, finish
+from forebay_worker.kernels.small_linear import Norm, compiled, finish
 from forebay_worker.kernels.widen import widen
 
 _GROUP = 8  # products that a thread sums up by itself: 16 bytes of a 16-bit weight
@@ -103,13 +103,10 @@ def row_linear(
     """
     weight, scales, kind = operand(weight, 1)
     columns, tile = out.shape[1], config.tile_n // (2 if gate else 1)
-    overlap = overlaps(x.device)
     _row_linear_kernel[(triton.cdiv(columns, tile),)](
         out, x, weight, scales, norm.squares if norm else x, x if squares is None else squares,
         columns, norm.tiles if norm else 0, norm.eps if norm else 0.0, weight.stride(0),
         SCALES=kind, DEPTH=x.shape[1], TILE_N=tile, TILE_K=config.tile_k, GROUP=_GROUP,
-        NORM=triton.next_power_of_2(norm.tiles) if norm else 0,
-        GATE=gate, ADD=add, SQUARES=squares is not None, MOST=MOST_ROWS,
-        OVERLAP=overlap, launch_pdl=overlap, num_warps=config.num_warps,
+        **compiled(x, norm, gate, add, squares), num_warps=config.num_warps,
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ some 2 us, as much as such a product:
 A weight may be e4m3, half the bytes, and x too: see `products`.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 import triton
@@ -60,6 +60,16 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Around(TypedDict, total=False):
+    """What is done before and after a product: a norm of its input; the gate; the sum with what is
+    in its output; and the sums of the outputs' squares, into a tensor of `make_squares`."""
+
+    norm: Norm | None
+    gate: bool
+    add: bool
+    squares: Tensor | None
+
+
 def make_scratch(
     columns: int, config: LinearConfig, device: torch.device, most_rows: int = MOST_ROWS
 ) -> LinearScratch:
@@ -77,6 +87,19 @@ def make_squares(columns: int, tile_n: int, device: torch.device) -> Tensor:
     """For the squares of `columns` outputs: [tiles, 64] float32, a row for each tile's part."""
     tiles = triton.cdiv(columns, tile_n)
     return torch.zeros((tiles, MOST_ROWS), dtype=torch.float32, device=device)
+
+
+def compiled(
+    x: Tensor, norm: Norm | None, gate: bool, add: bool, squares: Tensor | None
+) -> dict[str, int | bool]:
+    """What a kernel is compiled for, of what stands around the product of x; and how it is
+    launched."""
+    overlap = overlaps(x.device)
+    tiles = triton.next_power_of_2(norm.tiles) if norm else 0
+    return {
+        "NORM": tiles, "GATE": gate, "ADD": add, "SQUARES": squares is not None, "MOST": MOST_ROWS,
+        "OVERLAP": overlap, "launch_pdl": overlap,
+    }  # fmt: skip
 
 
 @triton.jit
@@ -208,7 +231,6 @@ def small_linear(
     rows, depth = x.shape
     weight, scales, kind = operand(weight, config.tile_k)
     columns, tile = out.shape[1], config.tile_n // (2 if gate else 1)
-    overlap = overlaps(x.device)
     _small_linear_kernel[(triton.cdiv(columns, tile), config.splits)](
         out, x, weight, x if x_scales is None else x_scales, scales, *scratch,
         norm.squares if norm else x, x if squares is None else squares,
@@ -217,9 +239,7 @@ def small_linear(
         X_SCALES=x_scales is not None, SCALES=kind, GROUP=GROUP,
         M=max(16 if x_scales is None else _LEAST_E4M3_ROWS, triton.next_power_of_2(rows)),
         TILE_N=tile, TILE_K=config.tile_k, SPLITS=config.splits,
-        NORM=triton.next_power_of_2(norm.tiles) if norm else 0,
-        GATE=gate, ADD=add, SQUARES=squares is not None, MOST=MOST_ROWS,
-        OVERLAP=overlap, launch_pdl=overlap,
+        **compiled(x, norm, gate, add, squares),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
