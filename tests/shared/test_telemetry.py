@@ -66,6 +66,7 @@ def test_the_joined_exposition_is_valid_and_complete() -> None:
     assert values["vllm:prefix_cache_hits_total", "w2"] == 20
     assert values["vllm:time_to_first_token_seconds_count", "w2"] == 5
     assert values["vllm:cache_config_info", "w1"] == 1
+    assert values["forebay_step_host_seconds_count", "w2"] == 5
 
 
 def test_every_name_that_dashboards_read_is_there() -> None:

@@ -18,6 +18,9 @@ _TTFT_S = (
 _ITL_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )  # fmt: skip
+_HOST_S = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1,
+)  # fmt: skip
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -49,6 +52,13 @@ class EngineMetrics:
             ["engine"],
             registry=registry,
         ).labels(engine=engine)
+        self._step_host = FastHistogram(
+            "forebay_step_host_seconds",
+            "What a step took beside the model: choosing its rows, taking in what they gave.",
+            {"engine": engine},
+            _HOST_S,
+        )
+        registry.register(self._step_host)
         self._preemptions = self._counter("num_preemptions", "Sequences preempted.")
         self._step_tokens = self._histogram(
             "iteration_tokens_total", "Tokens of one engine step.", _STEP_TOKENS
@@ -131,6 +141,8 @@ class EngineMetrics:
         preemptions: int,
         host_s: float,
     ) -> None:
+        if host_s:
+            self._step_host.observe(host_s)
         self._step_tokens.observe(prompt_tokens + generation_tokens)
         for counter, value in (
             (self._prompt, prompt_tokens),

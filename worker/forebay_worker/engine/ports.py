@@ -29,7 +29,9 @@ class Recorder(Protocol):
         prefix_hits: int,
         preemptions: int,
         host_s: float,
-    ) -> None: ...
+    ) -> None:
+        """`host_s`: what it took beside the model; 0 where the steps are not this engine's own."""
+        ...
 
     def step_failed(self) -> None:
         """A step failed; its rows are tried one by one."""
