@@ -2,17 +2,15 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import cast
 
 from forebay_shared import keys, tracing
 from forebay_shared.bus import Publisher
-from forebay_shared.clock import WallClock
 from forebay_shared.errors import BusError
 from forebay_shared.exposition import render, snapshot
-from forebay_shared.logs import lost_lines
+from forebay_shared.mishaps import Mishaps
 from forebay_shared.reader import Reader
 from forebay_shared.settings import GatewaySettings
 from forebay_shared.supervise import Supervisor, shielded
@@ -29,8 +27,6 @@ from forebay_gateway.routing import Routing
 from forebay_gateway.store import Store
 from forebay_gateway.teams.metrics import TeamsCollector
 from forebay_gateway.teams.teams import Teams
-
-log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 FAREWELL_S = 1.0
@@ -57,8 +53,7 @@ class Backend:
         self.tasks = Supervisor("background")
         self._reconnects = 0
         self._bad_messages = 0
-        self._lost_lines = 0
-        self._clock = WallClock()
+        self._mishaps = Mishaps(self.telemetry)
         self.dispatcher = Dispatcher(
             self.gateway,
             self.publisher,
@@ -131,7 +126,7 @@ class Backend:
             if now >= renew_at:
                 renew_at = now + keys.RENEW_S
                 self._count()
-                self._look_at_the_clock()
+                self._mishaps.look()
                 self._renew()
                 self.teams.limiter.upkeep()
             due = loop.time() + TICK_S
@@ -149,14 +144,6 @@ class Backend:
         self.telemetry.digest_queue.set(self.digests.queued_bytes)
         if self.connected:
             self.telemetry.redis_trip.observe(self.reader.round_trip_s)
-        lost = lost_lines()
-        self.telemetry.log_lines_lost.inc(lost - self._lost_lines)
-        self._lost_lines = lost
-
-    def _look_at_the_clock(self) -> None:
-        if leap_s := self._clock.leap_s():
-            log.warning("the clock of this host has leapt by %.0f s", leap_s)
-            self.telemetry.clock_leaps.inc()
 
     def _renew(self) -> None:
         call = self.publisher.call

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
-from forebay_shared.clock import WallClock
 from forebay_shared.errors import DrainingError, EngineError, ForebayError, UnsupportedError
-from forebay_shared.logs import lost_lines
 from forebay_shared.merge import merge
+from forebay_shared.mishaps import Mishaps
 from forebay_shared.models import CAP_RESUME
 from forebay_shared.packets import WORK, Unread
 from forebay_shared.reader import Feed
@@ -110,8 +109,7 @@ class Service:
         self._accepting: asyncio.TimerHandle | None = None
         self._metering = Metering(publisher)
         self._trials = Trials(self)
-        self._clock = WallClock()
-        self._lost_lines = 0
+        self._mishaps = Mishaps(metrics)
         self.on_sync: Callable[[], None] = lambda: None
         """Called when a gateway asks for a snapshot of the prefix cache."""
 
@@ -164,20 +162,15 @@ class Service:
         while True:
             self._outbox.look(lambda name: name in self._open or self._metering.watches(name))
             self._metering.forget_old()
-            self._look_around()
+            self._count()
+            self._mishaps.look()
             await asyncio.sleep(keys.RENEW_S)
 
-    def _look_around(self) -> None:
-        """Counts what waits here, and what befell the process: its clock, its log."""
+    def _count(self) -> None:
+        """Says how much waits here."""
         self._metrics.unsent.set(len(self._outbox))
         self._metrics.redis_queue.set(self._publisher.queued)
         self._metrics.metered.set(len(self._metering))
-        if leap_s := self._clock.leap_s():
-            log.warning("the clock of this host has leapt by %.0f s", leap_s)
-            self._metrics.clock_leaps.inc()
-        lost = lost_lines()
-        self._metrics.log_lines_lost.inc(lost - self._lost_lines)
-        self._lost_lines = lost
 
     def fence(self) -> None:
         """Drops every request: gateways took this worker for dead. An attempt that one of them

@@ -22,9 +22,9 @@ from forebay_shared.books import (
     settlement,
 )
 from forebay_shared.bus import Publisher
-from forebay_shared.clock import LEAP_S
 from forebay_shared.errors import BusError, RateLimitError
 from forebay_shared.link import Argument, Value
+from forebay_shared.mishaps import LEAP_S
 from forebay_shared.scripts import Script
 from forebay_shared.wire import Usage
 
