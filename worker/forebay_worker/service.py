@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
-from forebay_shared.errors import DrainingError, EngineError, ForebayError, UnsupportedError
+from forebay_shared.errors import DrainingError, EngineError, ForebayError
 from forebay_shared.merge import merge
 from forebay_shared.mishaps import Mishaps
-from forebay_shared.models import CAP_RESUME
 from forebay_shared.packets import WORK, Unread
 from forebay_shared.reader import Feed
 from forebay_shared.telemetry import WorkerMetrics
@@ -32,15 +31,15 @@ from forebay_shared.wire import (
     Reply,
     Started,
     Submit,
-    SubmitText,
     Sync,
     Task,
     Usage,
     Work,
 )
 
+from forebay_worker import handing
 from forebay_worker.door import DEFAULT, Bounds, Door
-from forebay_worker.engines.base import Encoder, Engine, Teller
+from forebay_worker.engines.base import Engine
 from forebay_worker.metering import Metering
 from forebay_worker.outbox import Outbox
 from forebay_worker.trials import Trials
@@ -57,12 +56,6 @@ ACCEPT_DELAY_S = 0.005
 _POLL_S = 0.05
 
 RequestKey = tuple[str, int]
-
-_LACKS: dict[type[Task], str] = {
-    Encode: "make embeddings",
-    SubmitText: "speak text",
-    Submit: "have this adapter",
-}
 
 
 @dataclass(slots=True)
@@ -224,7 +217,7 @@ class Service:
             self._seen.popitem(last=False)
         traceparent = "" if isinstance(work, Encode) else work.traceparent
         requests = self._open.setdefault(work.gateway, {})
-        model = (isinstance(work, Submit) and work.adapter) or self._engine.card.name
+        model = handing.answering(self._engine.card, work)
         requests[key] = _Open(work.num_sequences, traceparent, model)
         if self._accepting is None:
             self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
@@ -239,32 +232,18 @@ class Service:
     def begin(self, work: Task) -> None:
         """Gives it to the engine."""
         try:
-            self._begin(work)
+            refusal = handing.hand(self._engine, work)
+            if refusal is not None:
+                self._refuse_all([(work.gateway, (work.request_id, work.attempt))], refusal)
         except Exception:
             self._broke(work)
-
-    def _begin(self, work: Task) -> None:
-        if isinstance(work, Submit) and self._has(work.adapter):
-            self._engine.submit(work)
-        elif isinstance(work, SubmitText) and isinstance(self._engine, Teller):
-            self._engine.submit_text(work)
-        elif isinstance(work, Encode) and isinstance(self._engine, Encoder):
-            self._engine.encode(work)
-        else:
-            refusal = UnsupportedError(f"This engine does not {_LACKS[type(work)]}.")
-            self._refuse_all([(work.gateway, (work.request_id, work.attempt))], refusal)
-
-    def _has(self, adapter: str) -> bool:
-        return not adapter or any(each.name == adapter for each in self._engine.card.adapters)
 
     def cancel(self, work: Task, index: int | None) -> None:
         self._engine.cancel(work.request_id, work.attempt, index)
 
     def movable(self, work: Task) -> bool:
         """Another worker can go on with it."""
-        if isinstance(work, Submit):
-            return CAP_RESUME in self._engine.card.capabilities
-        return isinstance(work, Encode)
+        return handing.movable(self._engine.card, work)
 
     def hand_over(self, work: Task) -> None:
         """Ends it here; its gateway goes on with it elsewhere, or here when the trial is over."""
