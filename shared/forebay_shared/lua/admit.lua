@@ -1,10 +1,10 @@
 -- With fleet_time.lua.
 -- May this request start: checks every limit of every scope, then reserves in all of them, or in none.
 -- KEYS: open, holds, use, clock, then the slots of the scopes that bound concurrency.
--- ARGV: now in ms (0: fleet time, and this server's for the windows of budgets), id, lease in ms, input tokens, most output tokens, most
--- cost, the hold for whoever must settle in our place but for its last field, and that: the plan;
--- 'started' for a request that runs already, as Redis was away: it reserves whatever the limits say;
--- how long slots are kept that nobody renews, in ms.
+-- ARGV: now in ms (0: fleet time, and this server's for the windows of budgets), id, lease in ms,
+-- input tokens, most output tokens, most cost, the hold for whoever must settle in our place but for
+-- its last field, and that: the plan; 'started' for a request that runs already, as Redis was away: it
+-- reserves whatever the limits say; how long slots are kept that nobody renews, in ms.
 -- PLAN: the number of scopes, their names, then for each scope: requests, input, output and tokens a
 -- minute, tokens a day, concurrent requests (-1: no limit), when its last budget ends (0: none, -1:
 -- never), the number of its budgets, and for each {code, amount, start, end}; code is 100 for money, 200

@@ -1,8 +1,7 @@
 -- The responses of one team: kept, changed and forgotten, each step atomic.
 --
 -- KEYS: 1 index (sorted set: id -> when it was kept, us), 2 sizes (hash: id -> bytes, '' -> their
--- sum), 3 running (sorted set: id -> when its owner last
--- said that it runs, ms). ARGV: 1 the step,
+-- sum), 3 running (sorted set: id -> when its owner last said that it runs, ms). ARGV: 1 the step,
 -- 2 the prefix of the responses' keys, 3 the prefix of their events' keys, 4 a response's id; then
 -- what the step takes. All keys share one hash tag. A response is a hash: response, input, status,
 -- previous; while it runs in the background also owner and beat, and missed when it was found silent.

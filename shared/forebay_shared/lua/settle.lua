@@ -2,9 +2,10 @@
 -- A request is over: what it held is given back, what it used is charged, and its record is written.
 -- Once: whoever comes second changes nothing.
 -- KEYS: open, holds, settled ids by when they were, the records' stream, use, clock, then slots.
--- ARGV: now in ms (0: fleet time, and this server's for the windows of budgets), id, input, output and cost that were reserved, then that
--- were used, how long settled ids are kept in ms, the stream's length, 'held' when only an open hold
--- may be settled, the record, the plan; PLAN and STATE as in admit.lua.
+-- ARGV: now in ms (0: fleet time, and this server's for the windows of budgets), id, input, output
+-- and cost that were reserved, then that were used, how long settled ids are kept in ms, the stream's
+-- length, 'held' when only an open hold may be settled, the record, the plan; PLAN and STATE as in
+-- admit.lua.
 -- Returns 1; 2 when there was no hold any more; 0 when it was settled before.
 local MINUTE, DAY, FORM, BUDGET = 60000, 86400000, '<dddddddddd', '<ddd'
 local now, today = tonumber(ARGV[1]), tonumber(ARGV[1])

@@ -21,12 +21,9 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-# What the fields of a chat request are called here.
+# What the fields of a chat request are called here; the first, where an upstream says it.
 _NAMES = [
-    (
-        re.compile(r"^response_format(\.json_schema)?"),
-        "output_config.format",
-    ),  # as upstreams say it
+    (re.compile(r"^response_format(\.json_schema)?"), "output_config.format"),
     (re.compile(r"^stop$"), "stop_sequences"),
     (re.compile(r"^(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
     (re.compile(r"^(tools\[\d+\]|tool_choice)\.function"), r"\1"),
