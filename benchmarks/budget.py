@@ -26,6 +26,7 @@ from forebay_worker.engine import pipeline as pipeline_module
 from forebay_worker.engine.batch import Sampled, ScheduledRow
 from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.intake import Limits
+from forebay_worker.engine.ports import Unrecorded
 
 HTTP_S = 0.008
 """From an answer's last token on the card until the client's next request is in the worker."""
@@ -114,18 +115,6 @@ class SimulatedCard:
         return Step(self, self._free_at, [Sampled(7) if row.samples else None for row in rows])
 
 
-class NoRecorder:
-    def step(self, **facts: float) -> None: ...
-
-    def step_failed(self) -> None: ...
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def inter_token(self, seconds: float) -> None: ...
-
-    def finished(self, **facts: object) -> None: ...
-
-
 @dataclass
 class Request:
     asked: float
@@ -154,7 +143,7 @@ def measure(card: Card, case: str, total: int, beside: int) -> Figures:
         enable_prefix_caching=False,
         max_num_queued_reqs=4096,
     )
-    core = EngineCore(runner, Limits.of(runner), settings, NoRecorder())
+    core = EngineCore(runner, Limits.of(runner), settings, Unrecorded())
     arrivals = [(index * 1e-4, index) for index in range(clients)]
     requests: dict[str, Request] = {}
     packed = pack_ids(random.Random(0).choices(range(50_000), k=prompt))

@@ -24,6 +24,7 @@ from forebay_shared.wire import Done, Submit, pack_ids
 from forebay_worker.engine.batch import Sampled, ScheduledRow
 from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.intake import Limits
+from forebay_worker.engine.ports import Unrecorded
 
 Times = tuple[float, float]
 """Wall and CPU, in seconds."""
@@ -49,22 +50,10 @@ class InstantRunner:
         return results
 
 
-class NoRecorder:
-    def step(self, **facts: float) -> None: ...
-
-    def step_failed(self) -> None: ...
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def inter_token(self, seconds: float) -> None: ...
-
-    def finished(self, **facts: float | str) -> None: ...
-
-
 def measure(running: int, steps: int) -> list[Times]:
     """Host seconds, wall and CPU, of each step that had all `running` sequences in its batch."""
     rng, names, runner = random.Random(0), count(), InstantRunner()
-    core = EngineCore(runner, Limits.of(runner), WorkerSettings(max_num_seqs=running), NoRecorder())
+    core = EngineCore(runner, Limits.of(runner), WorkerSettings(max_num_seqs=running), Unrecorded())
     shared = [rng.randrange(50_000) for _ in range(128)]
     times: list[Times] = []
     missing = running

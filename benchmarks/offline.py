@@ -31,6 +31,7 @@ from forebay_shared.wire import Done, Failed, SequenceStart, Submit, pack_ids
 from forebay_worker.engine.core import EngineCore
 from forebay_worker.engine.devices import make_runner
 from forebay_worker.engine.intake import Limits
+from forebay_worker.engine.ports import Unrecorded
 from kernels import provenance
 
 _QWEN3 = {
@@ -79,7 +80,7 @@ BATCHES = (1, 8, 32, 64, 128, 256)
 Prompt = list[int]
 
 
-class Recorder:
+class Recorder(Unrecorded):
     """Counts steps and the host's time in them, outside the runner."""
 
     def __init__(self) -> None:
@@ -88,14 +89,6 @@ class Recorder:
     def step(self, *, host_s: float, **facts: int) -> None:
         self.steps += 1
         self.host_s += host_s
-
-    def step_failed(self) -> None: ...
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def inter_token(self, seconds: float) -> None: ...
-
-    def finished(self, **facts: object) -> None: ...
 
 
 ASKED: dict[str, dict[str, Any]] = {

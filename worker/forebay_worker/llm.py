@@ -36,6 +36,7 @@ from forebay_shared.wire import (
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from forebay_worker.engine.ports import Unrecorded
 from forebay_worker.engines.native import NativeEngine
 
 DEFAULT_MAX_TOKENS = 256
@@ -85,7 +86,7 @@ class LLM:
         self.card: ModelCard = engine.card
         self.tokenizer = Tokenizer.from_buffer(engine.blobs[engine.card.tokenizer])
         self._template = _template(engine)
-        self._core = engine.core(_Unrecorded())
+        self._core = engine.core(Unrecorded())
         self._ids = count()
 
     @property
@@ -199,20 +200,6 @@ class LLM:
                 raise from_code(message.code, message.message, param=message.param)
             case _:
                 pass
-
-
-class _Unrecorded:
-    """A recorder for a script, which has no metrics."""
-
-    def step(self, **facts: float) -> None: ...
-
-    def step_failed(self) -> None: ...
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def inter_token(self, seconds: float) -> None: ...
-
-    def finished(self, **facts: float | str) -> None: ...
 
 
 def _settings(model: str, settings: dict[str, object]) -> WorkerSettings:

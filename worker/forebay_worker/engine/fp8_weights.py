@@ -9,7 +9,7 @@ from torch import Tensor
 from forebay_worker.engine.tensor_files import E4M3, Tensors
 from forebay_worker.kernels.fp8 import GROUP, Fp8
 from forebay_worker.models.config import ModelConfig, ModelError
-from forebay_worker.models.decoder import LAYERS, Parameter, may_be_e4m3
+from forebay_worker.models.decoder import LAYERS, Parameter, is_product
 
 _KV = ("self_attn.{0}_scale", "self_attn.{0}_proj.output_scale")
 """What a layer's scale of keys (k) or values (v) is called: now, and by older releases."""
@@ -28,7 +28,7 @@ def is_fp8(tensors: Tensors, parameter: Parameter, config: ModelConfig) -> bool:
     """Whether it is a matrix of a layer that is stored in e4m3. Raises ModelError when only some of
     its parts are."""
     is_matrix = parameter.columns is not None
-    if not (config.weights_are_fp8 and is_matrix and may_be_e4m3(parameter.name)):
+    if not (config.weights_are_fp8 and is_matrix and is_product(parameter.name)):
         return False
     kinds = {part: tensors[part].kind == E4M3 for part in parameter.parts}
     if len(set(kinds.values())) > 1:

@@ -1,6 +1,6 @@
 """Ports: what an engine is given from outside: where its events go, who counts, and what computes.
 
-Protocols and types only.
+Protocols and types, and the recorder of who counts nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,6 +53,20 @@ class Recorder(Protocol):
         generation_tokens: int,
         max_tokens: int,
     ) -> None: ...
+
+
+class Unrecorded:
+    """The recorder of a script, which has no metrics."""
+
+    def step(self, **facts: float) -> None: ...
+
+    def step_failed(self) -> None: ...
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def inter_token(self, seconds: float) -> None: ...
+
+    def finished(self, **facts: float | str) -> None: ...
 
 
 class Runner(Protocol):

@@ -144,16 +144,16 @@ def scale_of(name: str) -> str:
     return f"{name}_scale"
 
 
-def may_be_e4m3(name: str) -> bool:
-    """Whether a matrix of this name may: those of layers, but for routers, which are small and
-    choose."""
+def is_product(name: str) -> bool:
+    """Whether a matrix of this name may be e4m3 and have adapters: one of a layer, but no router,
+    which is small and chooses."""
     return name.startswith(LAYERS) and not name.endswith(ROUTER)
 
 
 def quantize(name: str, weights: dict[str, Tensor]) -> None:
-    """If weight `name` is a matrix that may be e4m3, puts that and its scales in its place."""
+    """If weight `name` is such a matrix, puts one of e4m3 and its scales in its place."""
     weight = weights[name]
-    if weight.dim() > 1 and may_be_e4m3(name):
+    if weight.dim() > 1 and is_product(name):
         values, weights[scale_of(name)] = fp8.quantize(weight.view(-1, weight.shape[-1]))
         weights[name] = values.view(weight.shape)
 
@@ -161,7 +161,7 @@ def quantize(name: str, weights: dict[str, Tensor]) -> None:
 def adaptable(config: ModelConfig) -> Iterator[Parameter]:
     """The matrices that adapters may add to: of attention, and of the MLPs that are no experts."""
     for each in parameters(config):
-        if each.columns is not None and each.experts is None and may_be_e4m3(each.name):
+        if each.columns is not None and each.experts is None and is_product(each.name):
             yield each
 
 
