@@ -88,11 +88,21 @@ class StepInputs:
             self._fill_adapters(rows, num_decodes, shape)
         chunks = shape.decodes + self._counting[: len(rows) - num_decodes]
         places = np.concatenate((self._places, chunks))
-        asking = [at for at in np.flatnonzero(self._asks[places]).tolist() if rows[at].samples]
-        adjusted = [at for at in asking if _is_adjusted(rows[at].sequence)]
-        others = set(asking).difference(adjusted)
-        read = [at for at in sorted(others) if rows[at].sequence.sampling.logprobs is not None]
-        return Filled(places, adjusted, read, self._scored_at(rows, places))
+        return Filled(places, *self._asking(rows, places), self._scored_at(rows, places))
+
+    def _asking(
+        self, rows: Sequence[ScheduledRow], places: IntArray
+    ) -> tuple[list[int], list[int]]:
+        """Rows whose token is chosen from other logits, and others that want log-probabilities."""
+        adjusted: list[int] = []
+        read: list[int] = []
+        for at in np.flatnonzero(self._asks[places]).tolist():
+            row = rows[at]
+            if row.samples and _is_adjusted(row.sequence):
+                adjusted.append(at)
+            elif row.samples and row.sequence.sampling.logprobs is not None:
+                read.append(at)
+        return adjusted, read
 
     def _scored_at(self, rows: Sequence[ScheduledRow], places: IntArray) -> IntArray:
         if not any(row.scored for row in rows):

@@ -124,7 +124,8 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has all the tokens that it may have."""
+        """Whether it has all the tokens that it may have; `complete` without a call, as every row
+        of a step asks."""
         return len(self.token_ids) >= self.limit or (
             self.matcher is not None and self.matcher.stopped
         )
