@@ -67,15 +67,7 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
     sampling.validate(limits.vocab_size)
     _check_support(sampling, limits)
     _check_terms(submit)
-    prompt = checked_ids(submit.prompt, "prompt", limits.vocab_size)
-    if not prompt:
-        raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
-    if len(prompt) >= limits.max_model_len:
-        raise ContextLengthError(
-            f"This model's context holds {limits.max_model_len} tokens, prompt and output "
-            f"together; the prompt has {len(prompt)}.",
-            param="prompt",
-        )
+    prompt = _prompt_of(submit, limits)
     # A grammar's end is told by an end token, which then cannot be ignored.
     eos = () if sampling.ignore_eos and not sampling.grammar else limits.eos_token_ids
     stop_ids = frozenset(eos).union(sampling.stop_token_ids)
@@ -130,6 +122,20 @@ def _check_terms(submit: Submit) -> None:
         raise InvalidRequestError(
             f"starts must hold distinct indexes between 0 and {MAX_N - 1}.", param="n"
         )
+
+
+def _prompt_of(submit: Submit, limits: Limits) -> list[int]:
+    """Its ids. Raises InvalidRequestError for none, or for more than leave room for an answer."""
+    prompt = checked_ids(submit.prompt, "prompt", limits.vocab_size)
+    if not prompt:
+        raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
+    if len(prompt) >= limits.max_model_len:
+        raise ContextLengthError(
+            f"This model's context holds {limits.max_model_len} tokens, prompt and output "
+            f"together; the prompt has {len(prompt)}.",
+            param="prompt",
+        )
+    return prompt
 
 
 def _check_choice(sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
