@@ -67,6 +67,13 @@ def test_tools_that_come_with_the_conversation_are_given_too(api: Api) -> None:
     assert plain(api, input=[{"type": "additional_tools", "tools": []}, HI])["tools"] == []
 
 
+def test_tools_that_a_conversation_repeats_very_often_are_given_once(api: Api) -> None:
+    tools = [{**FIND, "name": f"find_{number}"} for number in range(4)]
+    swapped = [dict(reversed(tool.items())) for tool in tools]
+    more = [{"type": "additional_tools", "tools": each} for each in (tools, swapped) * 100]
+    assert plain(api, input=[*more, HI])["tools"] == plain(api, tools=tools)["tools"]
+
+
 @pytest.mark.parametrize(
     ("items", "param"),
     [

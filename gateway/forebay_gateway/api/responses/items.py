@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from msgspec.structs import replace
 
 from forebay_gateway.api.openai.schema import FunctionCall, Message, ToolCall
 from forebay_gateway.api.openai.tools import MAX_TOOLS
 from forebay_gateway.api.responses.custom import as_arguments
-from forebay_gateway.api.responses.schema import Item, Part, ResponsesRequest
+from forebay_gateway.api.responses.schema import Item, Part, ResponsesRequest, Tool
 from forebay_gateway.api.responses.sealed import unseal
 from forebay_gateway.api.responses.tools import flat_name
 
@@ -223,13 +224,22 @@ def _refuse_call(index: int) -> NoReturn:
 
 def with_tools(request: ResponsesRequest, items: Sequence[Item]) -> ResponsesRequest:
     """The request with the tools that its conversation brings, behind its own: Codex sends them so.
-    Whoever repeats the conversation repeats them; more than there may be are left to be refused."""
+    Whoever repeats the conversation repeats them; more than there may be are left to be refused.
+    They are told apart by their JSON: 8 MB of them, each beside all others, take seconds."""
     tools = list(request.tools or ())
-    for item in items:
-        for tool in item.tools or ():
-            if len(tools) <= MAX_TOOLS and tool not in tools:
-                tools.append(tool)
+    known = {_written(tool) for tool in tools}
+    for tool in (tool for item in items for tool in item.tools or ()):
+        if len(tools) > MAX_TOOLS:
+            break
+        written = _written(tool)
+        if written not in known:
+            known.add(written)
+            tools.append(tool)
     return replace(request, tools=tools) if tools else request
+
+
+def _written(tool: Tool) -> bytes:
+    return msgspec.json.encode(tool, order="deterministic")
 
 
 def chat_messages(items: Sequence[Item], instructions: str | None) -> list[Message]:

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Awaitable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -64,7 +65,7 @@ class ResponsesService:
         response_id = f"resp_{secrets.token_hex(16)}"
         team = caller.team
         context = await self._contexts.of(request, response_id, team, size)
-        request = with_tools(request, context.items)
+        request = await self._with_tools(request, context)
         if stores:
             self.store.check_size(context.given)
         asked = _Asked(request, context, response_id, int(time.time()), stores, caller)
@@ -81,12 +82,16 @@ class ResponsesService:
         keeper = _Keeper(self.store, team, first.writer, context.given) if stores else None
         return self._turns.written(first.request, first.transcript, first.writer, keeper)
 
+    async def _with_tools(self, request: ResponsesRequest, context: Context) -> ResponsesRequest:
+        work = partial(with_tools, request, context.items)
+        return await self._turns.renderers.run(work, context.size)
+
     async def count(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
         """How many tokens a request's input is."""
         size = len(body)
         request = await self._turns.renderers.run(lambda: decode_request(body), size)
         context = await self._contexts.of(request, _NO_ID, caller.team, size)
-        request = with_tools(request, context.items)
+        request = await self._with_tools(request, context)
         try:
             chat = chat_request(request, chat_messages(context.items, request.instructions))
             rendered = await self._turns.render(chat, caller, context.size)
