@@ -208,6 +208,8 @@ WHOLE = {Q + "A.weight": torch.ones(4, 48), Q + "B.weight": torch.ones(48, 4)}
         (WHOLE, {"rank_pattern": {"q": 2}}, "adapter_config.json: rank_pattern is not supported"),
         (WHOLE, {"peft_type": "IA3"}, "adapter_config.json: peft_type must be LORA"),
         (WHOLE, {"r": 0}, "adapter_config.json: r must be a positive integer"),
+        (WHOLE, {"lora_alpha": 0}, "adapter_config.json: lora_alpha must be a number other than 0"),
+        ({}, {}, "adapter_model.safetensors holds no tensors"),
         (WHOLE, {"r": 17}, "its rank 17 is more than --max-lora-rank 16"),
         (
             {Q + "A.weight": torch.ones(4, 48)},
@@ -271,6 +273,9 @@ def test_files_that_are_not_there_or_broken_are_one_line(base: Path, tmp_path: P
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": "4"}')
     assert refusal().endswith("Expected `int`, got `str` - at `$.r`.")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    assert refusal().endswith("lora_alpha must be a number other than 0.")
+    whole = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(whole))
     assert refusal() == f"--lora-modules sql: {tmp_path} lacks adapter_model.safetensors."
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no file")
     assert "is not a whole safetensors file" in refusal()

@@ -136,6 +136,8 @@ class _Stored:
             tensors = open_tensor_file(path / WEIGHTS, stack, _known_as)
         except ModelError as error:
             raise ModelError(f"--lora-modules {name}: {error}") from None
+        if not tensors:
+            raise _error(name, f"{WEIGHTS} holds no tensors")
         return cls(name, config, tensors)
 
     def fill(self, parameter: Parameter, a: Tensor, b: Tensor) -> None:
@@ -180,6 +182,8 @@ def _read_config(name: str, path: Path) -> _Config:
         raise _error(name, f"{CONFIG}: peft_type must be LORA")
     if config.r < 1:
         raise _error(name, f"{CONFIG}: r must be a positive integer")
+    if not config.lora_alpha:
+        raise _error(name, f"{CONFIG}: lora_alpha must be a number other than 0")
     if config.unsupported:
         raise _error(name, f"{CONFIG}: {config.unsupported} is not supported")
     return config
