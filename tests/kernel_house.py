@@ -2,6 +2,8 @@
 
 import torch
 from forebay_shared.sampling import SamplingParams
+from forebay_worker.engine.batch import ScheduledRow
+from forebay_worker.engine.card_runner import CardRunner
 from forebay_worker.engine.sequence import Sequence
 from forebay_worker.kernels.reference import KvCache, Step
 
@@ -59,3 +61,23 @@ def make_sequence(prompt: list[int], blocks: list[int], sampling: SamplingParams
         num_prompt=len(prompt), sampling=sampling, seed=2**63 + 77, limit=10**6,
         stop_ids=frozenset(), block_table=list(blocks),
     )  # fmt: skip
+
+
+def run_on(runner: CardRunner, rows: list[Sequence], steps: int, chunk: int = 0) -> list[list[int]]:
+    """Prefills the rows (in chunks of `chunk`, decodes beside them) and goes on until each has so
+    many tokens of output, which are returned."""
+    while any(len(row.token_ids) < row.num_prompt + steps for row in rows):
+        plan = []
+        for row in rows:
+            rest = len(row.token_ids) - row.num_computed
+            if len(row.token_ids) < row.num_prompt + steps:
+                num_new = min(rest, chunk or rest)
+                plan.append(ScheduledRow(row, num_new, num_new == rest))
+        plan.sort(key=lambda row: row.num_new > 1)
+        for row, sampled in zip(plan, runner.execute(plan), strict=True):
+            row.sequence.num_computed += row.num_new
+            assert (sampled is not None) == row.samples
+            if sampled is not None:
+                assert not sampled.corrupt
+                row.sequence.token_ids.append(sampled.token_id)
+    return [row.token_ids[row.num_prompt :] for row in rows]

@@ -14,7 +14,7 @@ from forebay_shared.sampling import SamplingParams
 from forebay_shared.settings import WorkerSettings
 from forebay_worker.engine.batch import ScheduledRow
 from forebay_worker.engine.card_runner import CardRunner
-from kernel_house import make_sequence
+from kernel_house import make_sequence, run_on
 from tiny_models import VOCAB, make_model
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -62,20 +62,7 @@ class House:
         rows = [make_sequence(self.texts[at], [2 * at, 2 * at + 1], GREEDY) for at in chosen]
         for row, at in zip(rows, chosen, strict=True):
             row.adapter = ROWS[at][1]
-        while any(len(row.token_ids) < row.num_prompt + STEPS for row in rows):
-            plan = []
-            for row in rows:
-                rest = len(row.token_ids) - row.num_computed
-                if len(row.token_ids) < row.num_prompt + STEPS:
-                    num_new = min(rest, chunk or rest)
-                    plan.append(ScheduledRow(row, num_new, num_new == rest))
-            plan.sort(key=lambda row: row.num_new > 1)
-            for row, sampled in zip(plan, runner.execute(plan), strict=True):
-                row.sequence.num_computed += row.num_new
-                if sampled is not None:
-                    assert not sampled.corrupt
-                    row.sequence.token_ids.append(sampled.token_id)
-        return [row.token_ids[row.num_prompt :] for row in rows]
+        return run_on(runner, rows, STEPS, chunk)
 
     def check(self, outputs: Output, near: float) -> None:
         """Each token is the likeliest of the merged model, or so much less likely at most."""

@@ -21,7 +21,7 @@ from forebay_worker.kernels.reference import KvCache, Step
 from forebay_worker.models.config import ModelError
 from forebay_worker.models.decoder import Decoder
 from forebay_worker.models.registry import read_config
-from kernel_house import make_sequence
+from kernel_house import make_sequence, run_on
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -131,21 +131,7 @@ def decode(
         make_sequence(text, [3 * at, 3 * at + 2, 3 * at + 1], sampling)
         for at, (text, sampling) in enumerate(zip(texts, each, strict=True))
     ]
-    while any(len(row.token_ids) < row.num_prompt + STEPS for row in rows):
-        plan = []
-        for row in rows:
-            rest = len(row.token_ids) - row.num_computed
-            if len(row.token_ids) < row.num_prompt + STEPS:
-                num_new = min(rest, chunk or rest)
-                plan.append(ScheduledRow(row, num_new, num_new == rest))
-        plan.sort(key=lambda row: row.num_new > 1)
-        for row, sampled in zip(plan, runner.execute(plan), strict=True):
-            row.sequence.num_computed += row.num_new
-            assert (sampled is not None) == row.samples
-            if sampled is not None:
-                assert not sampled.corrupt
-                row.sequence.token_ids.append(sampled.token_id)
-    return [row.token_ids[row.num_prompt :] for row in rows]
+    return run_on(runner, rows, STEPS, chunk)
 
 
 def true_logits(runner: CardRunner, path: Path, dtype: str, tokens: list[int]) -> torch.Tensor:
