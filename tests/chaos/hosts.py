@@ -86,11 +86,12 @@ class Hosts:
                 _set(home.fileno())
 
     @staticmethod
-    def sockets_to(port: int) -> int:
-        """How many sockets of the host that this thread is `inside` have such a peer, also those
-        that their process has closed."""
+    def sockets_to(port: int) -> set[str]:
+        """Addresses of the sockets of the host that this thread is `inside` with such a peer, also
+        of those that their process has closed."""
         table = Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]
-        return sum(line.split()[2].endswith(f":{port:04X}") for line in table)
+        ends = (line.split()[1:3] for line in table)
+        return {own for own, peer in ends if peer.endswith(f":{port:04X}")}
 
     def _connect(self, name: str, near: str) -> Link:
         self._number += 1

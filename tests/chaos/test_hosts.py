@@ -144,9 +144,10 @@ def test_34_what_was_given_up_over_a_cut_link_is_never_done(
             await redis.run([("SET", "given-up", "x")], 0.5)
 
     with hosts.inside(host):
+        others = hosts.sockets_to(PORT)  # of processes that ended while a link was cut
         try:
             asyncio.run(give_up())
-            assert hosts.sockets_to(PORT) == 0
+            assert hosts.sockets_to(PORT) <= others
         finally:
             link.heal()
         assert not far_redis.client.exists("given-up")
