@@ -165,7 +165,9 @@ class CardStep:
         return choose(logits, [self._rows[at].sequence for at in adjusted])
 
     def _places_of(self, rows: list[int]) -> Tensor:
-        return torch.from_numpy(self._filled.places[rows]).to(self._sampler.logits.device)
+        """On the card, without a wait for the step that has just been launched."""
+        places = torch.from_numpy(self._filled.places[rows])
+        return places.to(self._sampler.logits.device, non_blocking=True)
 
 
 def _pieces(rows: list[int]) -> list[list[int]]:
