@@ -65,6 +65,7 @@ def create_app(
     admission = Admission(settings.max_concurrent_requests)
 
     def learn(card: ModelCard) -> None:
+        catalog.meet(card)
         backend.tasks.start("tokenizer", renderers.prepare(card))
 
     backend.roster.on_card(learn)

@@ -40,6 +40,7 @@ PREFIX = "FOREBAY_"
 SYNONYMS = {"half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
 """Values that vLLM spells otherwise."""
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]").search
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -65,7 +66,7 @@ class Option:
     def convert(self, text: str, source: str) -> object:
         """The value that `text` means. Raises StartError, which names `source`, for a bad one."""
         value = _convert(self, text)
-        if value is None or not _within(self.meta, value):
+        if value is None or not _within(self.meta, value) or (self.names and _CONTROL(text)):
             shown = "this value" if self.kind is Secret else repr(text)
             raise StartError(f"{source}: {shown} is not {self.expected}")
         return value
@@ -76,6 +77,11 @@ class Option:
         return bool((self.meta.extra or {}).get("many"))
 
     @property
+    def names(self) -> bool:
+        """It gives a name that people see in lists, logs and errors, each on one line."""
+        return bool((self.meta.extra or {}).get("names"))
+
+    @property
     def expected(self) -> str:
         """What a right value is, in words."""
         if self.choices:
@@ -83,7 +89,7 @@ class Option:
         if self.kind is bool:
             return "true or false"
         if self.kind not in {int, float}:
-            return "a text"
+            return "a text without control characters" if self.names else "a text"
         noun = "an integer" if self.kind is int else "a number"
         return f"{noun} {_bounds(self.meta)}".rstrip()
 

@@ -62,7 +62,10 @@ class GatewaySettings:
     ] = ()
     alias: Annotated[
         tuple[str, ...],
-        Meta(description="public name for a served model, as name=model; repeatable"),
+        Meta(
+            description="public name for a served model, as name=model; repeatable",
+            extra={"names": True},
+        ),
     ] = ()
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 8_388_608
     max_concurrent_requests: Annotated[
@@ -140,7 +143,8 @@ class WorkerSettings:
         bool, Meta(description="let requests cut vectors: for models trained so that do not say it")
     ] = False
     served_model_name: Annotated[
-        tuple[str, ...], Meta(description="public name of the model; repeatable")
+        tuple[str, ...],
+        Meta(description="public name of the model; repeatable", extra={"names": True}),
     ] = ()
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = (
         "auto"
@@ -206,7 +210,7 @@ class WorkerSettings:
         tuple[str, ...],
         Meta(
             description="adapters, each as name=path: a PEFT directory; several, or repeatable",
-            extra={"many": True},
+            extra={"many": True, "names": True},
         ),
     ] = ()
     max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="rank of an adapter at most")] = 16
@@ -286,7 +290,8 @@ class ServeSettings(WorkerSettings, GatewaySettings):
         Meta(description="serve this model's embeddings too: minilm, a directory or a hub id"),
     ] = ""
     embedding_served_model_name: Annotated[
-        tuple[str, ...], Meta(description="public name of the embedding model; repeatable")
+        tuple[str, ...],
+        Meta(description="public name of the embedding model; repeatable", extra={"names": True}),
     ] = ()
     gateways: Annotated[int, Meta(ge=1, le=64, description="gateway processes")] = 1
     redis_url: Annotated[

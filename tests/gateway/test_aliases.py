@@ -39,7 +39,7 @@ from forebay_shared.errors import (
     RateLimitError,
     WorkerLostError,
 )
-from forebay_shared.models import CAP_EMBED, CAP_GENERATE, ModelCard
+from forebay_shared.models import CAP_EMBED, CAP_GENERATE, Adapter, ModelCard
 from forebay_shared.settings import GatewaySettings, StartError
 from gateway_fakes import MODEL, running_api
 from hypothesis import given
@@ -222,6 +222,25 @@ def test_a_list_of_models_has_aliases_in_place_of_what_they_shadow() -> None:
             catalog.find(name, Caller())
     with pytest.raises(NoWorkerError):
         catalog.find("gone", Caller())
+
+
+def test_an_alias_that_hides_a_served_model_or_adapter_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    served = card("a", "x", adapters=(Adapter("sql", "1f"), Adapter("law", "2f")))
+    records = directory(
+        alias("x", "b"),
+        alias("a", "b", "a"),  # a canary of its own name
+        alias("law", "b", disabled=True),
+        Alias(id="red/a", team="red", targets=(Target("b"),)),
+        flags=("sql=b",),
+    )
+    Catalog(Fleet(served), records, lambda _: None).meet(served)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "the alias x hides the served model of that name",
+        "the alias sql hides the served model of that name",
+    ]
 
 
 def test_what_is_deprecated_says_so_in_headers() -> None:

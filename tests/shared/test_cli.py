@@ -109,6 +109,16 @@ def test_serve_takes_all_that_a_gateway_and_a_worker_take_and_hands_it_on() -> N
             "FOREBAY_ENABLE_PREFIX_CACHING: 'maybe' is not true or false",
         ),
         ([], {"FOREBAY_API_KEY": "[1"}, "FOREBAY_API_KEY: not a JSON list of texts"),
+        (
+            ["--lora-modules", "sql=/a", "la\nw=/b"],
+            {},
+            "--lora-modules: 'la\\nw=/b' is not a text without control characters",
+        ),
+        (
+            [],
+            {"FOREBAY_SERVED_MODEL_NAME": "tiny\x1b[2J"},
+            "FOREBAY_SERVED_MODEL_NAME: 'tiny\\x1b[2J' is not a text without control characters",
+        ),
     ],
 )
 def test_a_bad_flag_or_value_is_one_line_that_says_what_is_right(
@@ -201,13 +211,14 @@ def test_secrets_show_in_no_repr_and_no_message() -> None:
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+names = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=20)
 
 
 @given(
     st.builds(
         WorkerSettings,
         model=texts,
-        served_model_name=st.lists(texts).map(tuple),
+        served_model_name=st.lists(names).map(tuple),
         redis_url=texts.map(Secret),
         max_num_seqs=st.integers(1, 10**9),
         gpu_memory_utilization=st.floats(0, 1, exclude_min=True),

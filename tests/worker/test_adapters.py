@@ -2,6 +2,7 @@
 is merged by hand; and what is refused, by name."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,16 @@ WHOLE = {Q + "A.weight": torch.ones(4, 48), Q + "B.weight": torch.ones(48, 4)}
             WHOLE | {Q + "A.weight": torch.ones(4, 48, dtype=torch.int8)},
             {},
             f"tensor {Q}A.weight holds torch.int8, not floating point numbers",
+        ),
+        (
+            WHOLE | {Q + "A.weight": torch.ones(4, 48).index_fill(0, torch.tensor([3]), math.nan)},
+            {},
+            f"tensor {Q}A.weight holds numbers that are not finite in torch.float32",
+        ),
+        (
+            WHOLE | {Q + "B.weight": torch.full((48, 4), 1e38)},
+            {"lora_alpha": 64},
+            f"tensor {Q}B.weight holds numbers that are not finite in torch.float32",
         ),
         (
             WHOLE | {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 48)},

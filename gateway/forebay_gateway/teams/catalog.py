@@ -3,6 +3,7 @@
 Every dialect finds its model here, once for a request. It knows no HTTP and no Redis.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -21,6 +22,8 @@ from forebay_gateway.teams.aliases import (
 from forebay_gateway.teams.caller import Caller, unknown_model
 from forebay_gateway.teams.directory import Directory
 from forebay_gateway.teams.records import Alias
+
+log = logging.getLogger(__name__)
 
 
 class Fleet(Cards, Protocol):
@@ -47,6 +50,14 @@ class Catalog:
         self._fleet = fleet
         self._directory = directory
         self._fell_back = fell_back
+
+    def meet(self, card: ModelCard) -> None:
+        """Warns of each model or adapter of a new card that cannot be had by its name, since an
+        alias of that name leads elsewhere. One that is disabled is there to close the name."""
+        for name in (name for each in card.served() for name in each.names):
+            alias = self._directory.alias(name)
+            if alias is not None and name not in alias.models and not alias.disabled:
+                log.warning("the alias %s hides the served model of that name", name)
 
     def find(self, name: str, caller: Caller) -> ModelCard:
         """The card of the model that is to answer to a name; the caller keeps the way to it.

@@ -146,14 +146,15 @@ class _Stored:
         for part, size, into in zip(parameter.parts, parameter.sizes, a, strict=True):
             module = part.removesuffix(".weight")
             if module + _A in self.tensors or module + _B in self.tensors:
-                rank, columns = self.config.r, into.shape[1]
-                into[:rank] = self._take(module + _A, (rank, columns))
-                rows = self._take(module + _B, (size, rank)).float() * self.config.scale
-                b[:rank, start : start + size] = rows.T
+                rank = self.config.r
+                self._take(module + _A, into[:rank])
+                self._take(module + _B, b[:rank, start : start + size].T, self.config.scale)
             start += size
 
-    def _take(self, name: str, shape: tuple[int, int]) -> Tensor:
-        stored = self.tensors.pop(name, None)
+    def _take(self, name: str, into: Tensor, scale: float = 1.0) -> None:
+        """Moves a tensor, times `scale`, `into` its place. One that is not finite there is refused
+        by name: it would end every request for the adapter, and look like a fault of the engine."""
+        stored, shape = self.tensors.pop(name, None), into.shape
         if stored is None:
             raise _error(self.name, f"{WEIGHTS} lacks tensor {name}")
         tensor = _read(self.name, stored)
@@ -163,7 +164,10 @@ class _Stored:
         if not tensor.is_floating_point():
             said = f"tensor {stored.name} holds {tensor.dtype}, not floating point numbers"
             raise _error(self.name, said)
-        return tensor
+        into.copy_(tensor.float() * scale)
+        if not torch.isfinite(into).all():
+            said = f"tensor {stored.name} holds numbers that are not finite in {into.dtype}"
+            raise _error(self.name, said)
 
     def check_all_taken(self, family: str) -> None:
         for stored in self.tensors.values():
