@@ -85,6 +85,10 @@ class ScriptedGeneration:
         if self._open:
             self._backend.cancelled.append(self.job.request_id)
 
+    @property
+    def taken(self) -> bool:
+        return self._backend.takes
+
     def stop(self, index: int) -> None:
         self._open.discard(index)
         self._backend.stopped += 1
@@ -148,6 +152,8 @@ class ScriptedBackend:
     ready: bool = True
     known: bool = True
     """A worker was seen at some time, so that its model's name is known."""
+    takes: bool = True
+    """Jobs have a place in a worker's queue at once."""
     telemetry: GatewayMetrics = field(default_factory=lambda: GatewayMetrics(CollectorRegistry()))
     running: dict[str, ScriptedGeneration] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
@@ -282,7 +288,7 @@ class Api:
         """Back to the plain script, books empty."""
         fresh = self.backend
         fresh.script = lambda job, index: Play(fresh.answer)
-        fresh.ready = fresh.known = True
+        fresh.ready = fresh.known = fresh.takes = True
         fresh.stopped = fresh.reasoned = 0
         fresh.cancelled.clear()
         fresh.jobs.clear()

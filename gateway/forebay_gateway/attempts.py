@@ -101,6 +101,12 @@ class Attempts(ABC, Generic[E]):
         """Anything of it ran, in any attempt."""
         return self._book.begun
 
+    @property
+    def taken(self) -> bool:
+        """A worker has it in its queue, or is done with it: none refuses it for want of room."""
+        placement = self.placement
+        return not self._book.open or (placement is not None and placement.accepted)
+
     @abstractmethod
     def message(self, attempt: int) -> Task:
         """What the worker of this attempt is to do."""

@@ -38,13 +38,12 @@ def tight() -> Iterator[House]:
 
 
 def test_30_twenty_times_the_capacity_at_once(tight: House, rng: random.Random) -> None:
-    """Health stays green, and a refusal is sooner than an answer. On a crowded machine it may come
-    after the 250 ms in which a stream must have begun: then it is the event that ends it."""
+    """Health stays green, and a refusal is a status, sooner than an answer: no stream begins
+    before its request has a place in a queue."""
     with tight.metered("forebay_refused_requests_total", "forebay_shed_total"):
         for _ in range(OFFSETS):
-            ends = ("ok", "refused", "broken")
             with (
-                tight.trial(rng, ends=ends, statuses=(429, 503), clients=0) as load,
+                tight.trial(rng, ends=("ok", "refused"), statuses=(429, 503), clients=0) as load,
                 vigil(tight.gateways) as slowest,
             ):
                 load.start([echo_stream(rng, 100) for _ in range(2 * SEATS * 20)])
@@ -52,8 +51,6 @@ def test_30_twenty_times_the_capacity_at_once(tight: House, rng: random.Random) 
             assert load.ends["ok"] >= 2 * SEATS, load.ends
             refused = [one for one in load.outcomes if one.end != "ok"]
             assert len(refused) >= 2 * SEATS * 20 - 4 * (SEATS + QUEUE), load.ends
-            late = {one.code for one in refused if one.end == "broken"}
-            assert late <= {"overloaded", "rate_limit_exceeded"}
             answered = [one.seconds for one in load.outcomes if one.end == "ok"]
             assert statistics.median(one.seconds for one in refused) < statistics.median(answered)
             assert max(slowest) < 2.0

@@ -3,6 +3,7 @@
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import openai
 import pytest
 from forebay_gateway.api.answers import EARLY_S
 from forebay_gateway.server import MAX_HEADERS
-from forebay_shared.errors import EngineError, NoWorkerError
+from forebay_shared.errors import EngineError, NoWorkerError, OverloadedError
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import ANSWER, MODEL, Api, Play, exchange, request_bytes, running_api, wait_until
 from patience import PATIENCE_S, within
@@ -115,6 +116,31 @@ def test_a_stream_that_waits_for_a_lost_worker_in_vain_is_a_plain_503(api: Api) 
         response = answer.result()
     assert response.status_code == 503
     assert check_error(response.content)["code"] == "no_worker"
+
+
+def test_what_no_worker_has_taken_in_yet_may_still_be_a_plain_refusal(api: Api) -> None:
+    wait = [0]
+    error = OverloadedError("The worker's queue is full.", retry_after_s=3.0)
+    api.backend.script = lambda job, index: Play([], pause_at=wait, error=error)
+    api.backend.takes = False
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: api.chat(stream=True))
+        time.sleep(2 * EARLY_S)  # the very time in question
+        wait.clear()
+        response = answer.result()
+    assert (response.status_code, response.headers["retry-after"]) == (503, "3")
+    assert check_error(response.content)["code"] == "overloaded"
+
+
+def test_a_stream_begins_when_its_request_has_a_place_in_a_queue(api: Api) -> None:
+    api.backend.script = lambda job, index: Play(api.backend.answer, hang_after=0)
+    api.backend.takes = False
+    began = time.monotonic()
+    threading.Timer(2 * EARLY_S, lambda: setattr(api.backend, "takes", True)).start()
+    with api.http.stream("POST", CHAT, json=json.loads(body(stream=True))) as response:
+        first = next(response.iter_bytes())
+    assert b'"delta":{"role":"assistant","content":""}' in first
+    assert time.monotonic() - began >= 2 * EARLY_S
 
 
 def test_a_request_in_pieces_is_one_request(api: Api) -> None:

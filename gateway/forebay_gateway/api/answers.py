@@ -18,10 +18,18 @@ from forebay_gateway.api.connection import WhileConnected
 from forebay_gateway.api.errors import ClientGoneError, foreseen
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.api.sse import EventStream
-from forebay_gateway.api.transcript import EARLY_S, FinishReason, Transcript, Update, Usage
+from forebay_gateway.api.transcript import (
+    EARLY_S,
+    UNTAKEN_S,
+    FinishReason,
+    Transcript,
+    Update,
+    Usage,
+)
 from forebay_gateway.parts import Collected
 
 FAREWELL_S = 1.0
+_LOOK_S = 0.1
 
 
 class Keeper(Protocol):
@@ -109,7 +117,8 @@ class WholeAnswer:
 class StreamedAnswer:
     """An answer as server-sent events.
 
-    `early_s` is how long errors are plain JSON, whatever they are; None: until the engine speaks.
+    `early_s` is how long errors are plain JSON, whatever they are, and longer while the request may
+    be refused for want of room; None: until the engine speaks.
     """
 
     def __init__(
@@ -176,11 +185,28 @@ class StreamedAnswer:
             await stream.end()
 
     async def _early(self) -> list[Update]:
+        """What comes before the status has to go out."""
+        if self._early_s is None:
+            return await self._transcript.advance()
+        loop = asyncio.get_running_loop()
+        latest = loop.time() + UNTAKEN_S
+
+        def look() -> None:
+            nonlocal timer
+            now = loop.time()
+            if self._transcript.taken or now >= latest:
+                limit.reschedule(now)
+            else:
+                timer = loop.call_later(_LOOK_S, look)
+
+        timer = loop.call_later(self._early_s, look)
         try:
-            async with asyncio.timeout(self._early_s):
+            async with asyncio.timeout(None) as limit:
                 return await self._transcript.advance()
         except TimeoutError:
             return []
+        finally:
+            timer.cancel()
 
     def _events(self, updates: list[Update]) -> bytes:
         if not updates:

@@ -34,6 +34,9 @@ class Scope(Protocol):
 class Running(Scope, Protocol):
     """See generation.Generation."""
 
+    @property
+    def taken(self) -> bool: ...
+
     async def events(self) -> list[Event]: ...
 
     def stop(self, index: int) -> None: ...

@@ -39,6 +39,9 @@ it the client gets its role chunk, so that no watchdog fires while the request q
 """
 EARLY_TEXT_S = 5.0
 """The same for an engine that speaks text: what is behind it may be far, and refuse."""
+UNTAKEN_S = 8.0
+"""The same while a job has no place in a worker's queue, which may be full: longer than a gateway
+waits for a worker (6 s), or for one to answer (4 s)."""
 
 _News = tuple[int, list[Event] | Exception]
 _NEWS_LIMIT = 256
@@ -174,6 +177,11 @@ class Transcript:
     def early_s(self) -> float:
         """How long a stream may wait for a first word, or a refusal."""
         return EARLY_TEXT_S if isinstance(self._jobs[0], TextJob) else EARLY_S
+
+    @property
+    def taken(self) -> bool:
+        """Every job has its place in a worker's queue."""
+        return all(generation.taken for generation in self._generations)
 
     @property
     def size(self) -> int:
