@@ -80,6 +80,7 @@ class Lane(Generic[M]):
             self._waiting = self._compact(self._waiting)
             if len(self._waiting) > self._limit:
                 refused, self._waiting = self._waiting, []
+                self._after_waiting = []
                 self._undelivered(refused, None)
 
     def after(self, then: Callable[[], None]) -> None:

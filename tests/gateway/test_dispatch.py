@@ -67,6 +67,13 @@ def _count(backend: Backend, name: str, **labels: str) -> float:
     return backend.telemetry.registry.get_sample_value(f"forebay_{name}_total", labels) or 0.0
 
 
+async def _send(backend: Backend, worker: str, packet: bytes) -> None:
+    """A worker's first beacon may come before it has made its stream."""
+    stream = keys.work(worker)
+    while await backend.publisher.publish(stream, packet, keys.WORK_MAXLEN) is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
 async def _idle(backend: Backend, wait_until: WaitUntil) -> None:
     """Waits until every worker has reported, from now on, that nothing runs."""
     names = backend.roster.workers
@@ -208,7 +215,7 @@ async def test_a_repeated_submit_runs_once(
                 prompt=b"\1\0\0\0", sampling=one.sampling,
             )  # fmt: skip
             packet = WORK.encode(backend.gateway, [submit, submit])
-            await backend.publisher.publish(keys.work(worker), packet, keys.WORK_MAXLEN)
+            await _send(backend, worker, packet)
             await answer(generation, so_far=got)
         assert got.tokens[0] == expected((1, 2, 3), 5)
 
@@ -353,7 +360,7 @@ async def test_a_killed_gateway_frees_its_workers(redis_url: str, wait_until: Wa
             )  # fmt: skip
             packet = WORK.encode("dead", [orphan])
             await watcher.publisher.call("SET", keys.gateway_lease("dead"), "1", "PX", 60_000)
-            await watcher.publisher.publish(keys.work(name), packet, keys.WORK_MAXLEN)
+            await _send(watcher, name, packet)
             worker = watcher.roster.get(name)
             assert worker is not None
             await wait_until(lambda: worker.load.running == 1)

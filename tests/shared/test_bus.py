@@ -278,11 +278,21 @@ async def test_a_lane_gives_back_what_it_cannot_deliver(redis_url: str) -> None:
             publisher, STREAM, REPLY, sender="w1", maxlen=10, limit=3, patience_s=0.3,
             undelivered=undelivered,
         )  # fmt: skip
+        told: list[str] = []
         lane.send([Accepted("first", 1)])
-        lane.send([Accepted(str(number), 1) for number in range(4)])
+        lane.send([Accepted("0", 1)])
+        lane.after(lambda: told.append("of what was given back"))
+        lane.send([Accepted(str(number), 1) for number in range(1, 4)])
         assert [reply.request_id for reply in lost] == ["0", "1", "2", "3"]
         given_up.clear()
+        lane.send([Accepted("last", 1)])
         await given_up.wait()
         assert lost[-1].request_id == "first"
+        await publisher.announce(STREAM, b"", 10)
+        await publisher.call("PEXPIRE", STREAM, 60_000)
+        delivered = asyncio.Event()
+        lane.after(delivered.set)
+        await delivered.wait()
+        assert not told
         with contextlib.suppress(BusError):
             await publisher.drain()
