@@ -128,6 +128,7 @@ def server_config(
         app,
         stall_timeout_s=settings.slow_client_timeout_s,
         stalled=stalled,
+        max_body_bytes=settings.max_body_bytes,
         http=Protocol,
         ws="none",
         lifespan="off",

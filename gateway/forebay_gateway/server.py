@@ -26,9 +26,11 @@ from uvicorn._types import (
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import HANDLED_SIGNALS
 
+from forebay_gateway.api.body import too_large
 from forebay_gateway.api.dialects import written
 from forebay_gateway.api.errors import error_headers
 from forebay_gateway.api.request_ids import new_request_id
+from forebay_gateway.chunks import ChunkSizes
 
 MAX_HEADER_BYTES = 32_768
 MAX_HEADERS = 128
@@ -41,10 +43,10 @@ LAME_DUCK_S = 1.0
 
 
 class Config(uvicorn.Config):
-    """uvicorn's, and what a connection does with a client that does not read.
+    """uvicorn's, and what a connection does with a client that does not read, or sends too much.
 
     `stall_timeout_s`: one that reads so little for so long that 48 KiB do not drain is cut off,
-    and `stalled` is told.
+    and `stalled` is told. `max_body_bytes`: chunks that announce more are refused unread.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class Config(uvicorn.Config):
         *,
         stall_timeout_s: float,
         stalled: Callable[[], None],
+        max_body_bytes: int,
         **options: Any,
     ) -> None:
         super().__init__(app, **options)
         self.stall_timeout_s = stall_timeout_s
         self.stalled = stalled
+        self.max_body_bytes = max_body_bytes
 
 
 class Protocol(HttpToolsProtocol):
@@ -74,6 +78,10 @@ class Protocol(HttpToolsProtocol):
     """Runs from the first byte to the end of a head."""
     _stall_timer: asyncio.TimerHandle | None = None
     """Runs while what was written is not read."""
+    _chunks: ChunkSizes | None = None
+    """Of the body that is coming, when it comes in chunks."""
+    _head_end: bytes | None = b""
+    """The last bytes of a head so far: its blank line may come in two pieces."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -101,11 +109,28 @@ class Protocol(HttpToolsProtocol):
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
+        else:
+            self._watch_chunks(data)
         if self._head_timer is None and not self._answering and not self.transport.is_closing():
             # Blank lines, or the rest of a body that was refused: nobody waits for the client.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+
+    def _watch_chunks(self, data: bytes) -> None:
+        """Ends a request whose chunks announce more than a body may have."""
+        if self._chunks is None:
+            self._head_end = ((self._head_end or b"") + data[-3:])[-3:]
+            return
+        if self._head_end is not None:
+            data = (self._head_end + data).partition(b"\r\n\r\n")[2]
+            self._head_end = None
+        self._chunks.push(data)
+        assert isinstance(self.config, Config)
+        if self._chunks.announced > self.config.max_body_bytes:
+            self._chunks = None
+            if not self.cycle.response_started:
+                self._refuse(too_large(self.config.max_body_bytes))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -125,6 +150,7 @@ class Protocol(HttpToolsProtocol):
         if self._answering:
             raise ValueError("a request behind another one")  # a parse error, like any in callbacks
         super().on_message_begin()
+        self._chunks, self._head_end = None, b""
         self._head_bytes = 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
@@ -142,6 +168,8 @@ class Protocol(HttpToolsProtocol):
         if self._upgrades():
             return
         self._stop_head_timer()
+        if any(name == b"transfer-encoding" for name, _ in self.headers):
+            self._chunks = ChunkSizes()
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -150,6 +178,7 @@ class Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
+        self._chunks = None
         if not self._upgrades():
             super().on_message_complete()
 
@@ -193,7 +222,11 @@ class Protocol(HttpToolsProtocol):
         path = self.url.decode("latin-1").partition("?")[0]
         status, body = written(error, path, self.headers or (), request_id)
         head = [b"HTTP/1.1 %d \r\nx-request-id: %b\r\n" % (status, request_id)]
-        head += [name + b": " + value + b"\r\n" for name, value in error_headers(error)]
+        head += [
+            name + b": " + value + b"\r\n"
+            for name, value in error_headers(error)
+            if name != b"connection"
+        ]
         head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
         self.transport.write(b"".join(head) + body)
         self.transport.close()

@@ -91,6 +91,14 @@ REFUSED = {
         post(JSON, "transfer-encoding: chunked", length=False, body=b"2000\r\n" + b" " * 0x2000),
         413, b"connection: close",
     ),
+    "a chunk that announces too much": (
+        post(JSON, "transfer-encoding: chunked", length=False, body=b"FFFFFFFFF\r\n{"),
+        413, b"connection: close",
+    ),
+    "a later chunk that announces too much": (
+        post(JSON, "transfer-encoding: chunked", length=False, body=b"1;x=y\r\n{\r\n1000\r\n"),
+        413, b"connection: close",
+    ),
     "no content type": (post(), 415, b""),
     "a form, as curl sends": (post("content-type: application/x-www-form-urlencoded"), 415, b""),
     "another charset": (post("content-type: application/json; charset=latin-1"), 415, b""),

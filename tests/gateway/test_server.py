@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from forebay_gateway.chunks import ChunkSizes
 from forebay_gateway.main import SEND_BUFFER, listen
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import ANSWER, MODEL, Api, Play, exchange, request_bytes, running_api, wait_until
@@ -152,3 +153,26 @@ def test_connections_are_probed_and_hold_little_of_the_kernels_memory() -> None:
             assert probes[0] + probes[1] * probes[2] == 60
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
         assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("cut", range(1, 60))
+def test_the_sizes_of_chunks_are_read_whatever_pieces_they_come_in(cut: int) -> None:
+    sent = b"000003;name=value\r\na\r\n\r\n1A\r\n" + b"b" * 26 + b"\r\n0\r\nx-fe: 1\r\n\r\n"
+    sizes = ChunkSizes()
+    for piece in (sent[:cut], sent[cut : cut + 2], sent[cut + 2 :]):
+        sizes.push(piece)
+    assert sizes.announced == 3 + 26
+
+
+def test_a_chunk_that_announces_too_much_is_refused_before_any_of_it_comes(api: Api) -> None:
+    lines = KEY | JSON | {"transfer-encoding": "chunked"}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    sent = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{head}\r\n7fffffff\r\n".encode()
+    for cut in range(len(sent) - 14, len(sent)):
+        with connect(api) as connection:
+            connection.sendall(sent[:cut])
+            connection.sendall(sent[cut:])
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert answer.lower().count(b"connection: close") == 1
+        assert check_error(answer.partition(b"\r\n\r\n")[2])["code"] == "payload_too_large"

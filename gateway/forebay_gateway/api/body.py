@@ -28,7 +28,7 @@ async def read_json_body(
         raise MediaTypeError("Content-Encoding is not supported; send the JSON as it is.")
     declared = headers.get(b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared[:20]) > limit):
-        raise _too_large(limit)
+        raise too_large(limit)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await _read(receive, limit)
@@ -54,7 +54,7 @@ async def _read(receive: Receive, limit: int) -> bytes | bytearray:
             raise ClientGoneError
         body, more = message["body"], message["more_body"]
         if len(whole) + len(body) > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         if not more and not whole:
             break
         whole += body
@@ -66,5 +66,6 @@ async def _read(receive: Receive, limit: int) -> bytes | bytearray:
     return body
 
 
-def _too_large(limit: int) -> PayloadTooLargeError:
+def too_large(limit: int) -> PayloadTooLargeError:
+    """What is said of a body above the limit, by whoever finds it."""
     return PayloadTooLargeError(f"The body may have at most {limit} bytes.")
