@@ -83,6 +83,20 @@ def test_a_team_pays_for_the_adapter_by_its_name(built: tuple[Serve, Admin, str]
     until(lambda: booked() == {"loud": 2})
 
 
+def test_who_sees_only_an_adapter_counts_tokens_without_naming_it(
+    built: tuple[Serve, Admin, str],
+) -> None:
+    server, _, key = built
+    with client(server, key) as team, client(server, server.key) as operator:
+        for path, body in (
+            ("/tokenize", {"prompt": "hello"}),
+            ("/tokenize", {"messages": MESSAGES}),
+            ("/detokenize", {"tokens": [104, 105]}),
+        ):
+            mine, all_ = team.post(path, json=body), operator.post(path, json=body)
+            assert (mine.status_code, mine.json()) == (200, all_.json())
+
+
 def test_what_cannot_be_ends_in_one_line(tmp_path: Path) -> None:
     for words, said in (
         (["--lora-modules", "a=/b", "--enable-lora", "--engine", "http"], "serves no adapters"),

@@ -104,18 +104,19 @@ class TokensService:
         return Answer(msgspec.json.encode(Detokenized(text)))
 
     def _model(self, name: str | None, caller: Caller) -> tuple[ModelCard, str]:
-        """The model of that name, which may be left out where only one is served."""
+        """The model of that name, which may be left out where only one is seen; its adapters, which
+        share its tokenizer, stand for one that the caller does not see."""
         if name is not None:
             return self._turns.catalog.find(name, caller), name
         if not (cards := self._turns.backend.roster.cards()):
             raise NoWorkerError("No worker is ready.", retry_after_s=1.0)
-        models = [card for card in cards if card.adapter is None]
-        seen = [card for card in models if any(map(caller.sees, card.names))]
-        if len(seen) != 1:
+        seen = [card for card in cards if any(map(caller.sees, card.names))]
+        if len({card.parent or card.name for card in seen}) != 1:
             raise InvalidRequestError(
-                "model is required: there is not exactly one served here.", param="model"
+                "model is required: there is not exactly one to be seen here.", param="model"
             )
-        return seen[0], next(filter(caller.sees, seen[0].names))
+        card = next((card for card in seen if card.adapter is None), seen[0])
+        return card, next(filter(caller.sees, card.names))
 
 
 def tokens_apps(service: TokensService, max_body_bytes: int) -> dict[str, ASGIApp]:
