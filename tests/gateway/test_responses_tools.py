@@ -79,16 +79,27 @@ def test_tools_that_a_conversation_repeats_very_often_are_given_once(api: Api) -
     [
         ([{"type": "additional_tools"}, HI], "input[0].tools"),
         ([{"type": "additional_tools", "tools": [{"name": "x"}]}, HI], "input[0].tools[0].type"),
-        ([{"type": "additional_tools", "tools": HOSTED}, HI], "tools[0].type"),
+        ([{"type": "additional_tools", "tools": HOSTED}, HI], "input[0].tools[0].type"),
+        (
+            [HI, {"type": "additional_tools", "tools": [FIND, {**PATCH, "name": "a b"}]}],
+            "input[1].tools[1].name",
+        ),
+        (
+            [HI, {"type": "additional_tools", "tools": [{"type": "custom"}]}],
+            "input[1].tools[0].name",
+        ),
         ([{"type": "additional_tools", "tools": [FIND]}], "input"),
     ],
 )
 def test_tools_of_the_conversation_are_checked_as_others(
     api: Api, items: list[dict], param: str
 ) -> None:
-    response = post(api, input=items)
-    assert response.status_code == 400, response.text
-    assert check_error(response.content)["param"] == param
+    for own in ([], [FIND]) if "tools[0].type" not in param else ([],):
+        response = post(api, input=items, tools=own)
+        assert response.status_code == 400, response.text
+        error = check_error(response.content)
+        assert error["param"] == param
+        assert param in error["message"]
 
 
 @pytest.mark.parametrize("group", range(1, 8))

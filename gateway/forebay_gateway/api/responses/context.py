@@ -21,9 +21,11 @@ MAX_REFERENCES = 64
 
 class Context(NamedTuple):
     """`items` is the whole conversation, `size` about its length in bytes; `given` is the JSON of
-    the request's own items, with their ids, references resolved: the last of `items`."""
+    the request's own items, with their ids, references resolved: those of `items` from `first` on.
+    """
 
     items: list[Item]
+    first: int
     given: bytes
     size: int
 
@@ -86,7 +88,7 @@ def _joined(
     before = [item for link in links for item in _items(link.input, link.response)]
     items = before + given
     check_calls(items, len(before))
-    return Context(items, encode(given), size)
+    return Context(items, len(before), encode(given), size)
 
 
 def _resolved(items: list[Item], stored: Sequence[Stored]) -> list[Item]:

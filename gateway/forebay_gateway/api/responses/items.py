@@ -6,7 +6,7 @@ no model and no Redis.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
@@ -222,20 +222,38 @@ def _refuse_call(index: int) -> NoReturn:
     )
 
 
-def with_tools(request: ResponsesRequest, items: Sequence[Item]) -> ResponsesRequest:
-    """The request with the tools that its conversation brings, behind its own: Codex sends them so.
+class Equipped(NamedTuple):
+    """A request with the tools that its conversation brings behind its own, and where in the input
+    each of those stands."""
+
+    request: ResponsesRequest
+    places: Sequence[str]
+
+
+def with_tools(request: ResponsesRequest, items: Sequence[Item], first: int) -> Equipped:
+    """Codex sends tools in its conversation. `items` from `first` on are the request's own input.
+
     Whoever repeats the conversation repeats them; more than there may be are left to be refused.
     They are told apart by their JSON: 8 MB of them, each beside all others, take seconds."""
     tools = list(request.tools or ())
     known = {_written(tool) for tool in tools}
-    for tool in (tool for item in items for tool in item.tools or ()):
+    places: list[str] = []
+    for place, tool in _brought(items, first):
         if len(tools) > MAX_TOOLS:
             break
         written = _written(tool)
         if written not in known:
             known.add(written)
             tools.append(tool)
-    return replace(request, tools=tools) if tools else request
+            places.append(place)
+    return Equipped(replace(request, tools=tools) if tools else request, places)
+
+
+def _brought(items: Sequence[Item], first: int) -> Iterator[tuple[str, Tool]]:
+    for position, item in enumerate(items, -first):
+        for number, tool in enumerate(item.tools or ()):
+            own = f"input[{position}].tools[{number}]"
+            yield (own if position >= 0 else "previous_response_id"), tool
 
 
 def _written(tool: Tool) -> bytes:

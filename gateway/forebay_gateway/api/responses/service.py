@@ -29,7 +29,7 @@ from forebay_gateway.api.respond import Answer
 from forebay_gateway.api.responses.composer import encode
 from forebay_gateway.api.responses.context import Context, Contexts
 from forebay_gateway.api.responses.follow import FollowedEvents
-from forebay_gateway.api.responses.items import chat_messages, with_tools
+from forebay_gateway.api.responses.items import Equipped, chat_messages, with_tools
 from forebay_gateway.api.responses.runs import Again, BackgroundRuns, Work
 from forebay_gateway.api.responses.schema import ResponsesRequest, decode_request
 from forebay_gateway.api.responses.shapes import new_response
@@ -65,10 +65,11 @@ class ResponsesService:
         response_id = f"resp_{secrets.token_hex(16)}"
         team = caller.team
         context = await self._contexts.of(request, response_id, team, size)
-        request = await self._with_tools(request, context)
+        equipped = await self._equipped(request, context)
         if stores:
             self.store.check_size(context.given)
-        asked = _Asked(request, context, response_id, int(time.time()), stores, caller)
+        request = equipped.request
+        asked = _Asked(equipped, context, response_id, int(time.time()), stores, caller)
         first = await self._attempt(asked, response_id)
         if Toolbox(request.tools or ()).left_out:
             caller.headers.append(warning(_LEFT_OUT))
@@ -82,8 +83,8 @@ class ResponsesService:
         keeper = _Keeper(self.store, team, first.writer, context.given) if stores else None
         return self._turns.written(first.request, first.transcript, first.writer, keeper)
 
-    async def _with_tools(self, request: ResponsesRequest, context: Context) -> ResponsesRequest:
-        work = partial(with_tools, request, context.items)
+    async def _equipped(self, request: ResponsesRequest, context: Context) -> Equipped:
+        work = partial(with_tools, request, context.items, context.first)
         return await self._turns.renderers.run(work, context.size)
 
     async def count(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
@@ -91,12 +92,13 @@ class ResponsesService:
         size = len(body)
         request = await self._turns.renderers.run(lambda: decode_request(body), size)
         context = await self._contexts.of(request, _NO_ID, caller.team, size)
-        request = await self._with_tools(request, context)
+        equipped = await self._equipped(request, context)
+        request = equipped.request
         try:
             chat = chat_request(request, chat_messages(context.items, request.instructions))
             rendered = await self._turns.render(chat, caller, context.size)
         except ForebayError as error:
-            raise renamed(error, request) from None
+            raise renamed(error, equipped) from None
         return Answer(encode(_Counted(len(rendered.token_ids))))
 
     async def check_streams(self, team: str, response_id: str) -> None:
@@ -110,8 +112,8 @@ class ResponsesService:
 
     async def _attempt(self, asked: "_Asked", job_id: str) -> "_Attempt":
         """By the model that is to answer now. Raises ForebayError."""
-        request = asked.request
-        turn = await self._turn(request, asked.context, job_id, asked.caller)
+        request = asked.equipped.request
+        turn = await self._turn(asked, job_id)
         response = new_response(
             request,
             turn.job.sampling,
@@ -150,10 +152,9 @@ class ResponsesService:
             raise InvalidRequestError("This server stores no responses.", param=param)
         return False
 
-    async def _turn(
-        self, request: ResponsesRequest, context: Context, job_id: str, caller: Caller
-    ) -> Turn:
-        items, size = context.items, context.size
+    async def _turn(self, asked: "_Asked", job_id: str) -> Turn:
+        request, caller = asked.equipped.request, asked.caller
+        items, size = asked.context.items, asked.context.size
 
         def prepared(chat: ChatRequest) -> Awaitable[Turn]:
             return self._turns.prepare(chat, answer_id=job_id, caller=caller, size=size)
@@ -168,13 +169,13 @@ class ResponsesService:
                     raise
                 return await prepared(await fitting(self._turns, request, items, caller, size))
         except ForebayError as error:
-            raise renamed(error, request) from None
+            raise renamed(error, asked.equipped) from None
 
 
 class _Asked(NamedTuple):
     """What is asked for, whichever model answers."""
 
-    request: ResponsesRequest
+    equipped: Equipped
     context: Context
     response_id: str
     created_at: int

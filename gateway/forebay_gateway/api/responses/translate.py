@@ -12,6 +12,7 @@ from msgspec import UnsetType
 from forebay_gateway.api.decoding import null
 from forebay_gateway.api.openai.schema import ChatRequest, Message
 from forebay_gateway.api.openai.structured import JsonSchemaFormat, ResponseFormat
+from forebay_gateway.api.responses.items import Equipped
 from forebay_gateway.api.responses.schema import ResponsesRequest
 from forebay_gateway.api.responses.tools import Toolbox
 
@@ -49,6 +50,7 @@ class _TextFormat(ResponseFormat, frozen=True):
     schema_at = "text.format.schema"
 
 
+_TOOL = re.compile(r"^tools\[(\d+)\]")
 _FUNCTION = re.compile(r"^tools\[(\d+)\]\.function\b")
 _NAMES = (
     (re.compile(r"^messages\b.*"), "input"),
@@ -80,14 +82,18 @@ def chat_request(request: ResponsesRequest, messages: list[Message]) -> ChatRequ
     )
 
 
-def renamed(error: ForebayError, request: ResponsesRequest) -> ForebayError:
+def renamed(error: ForebayError, equipped: Equipped) -> ForebayError:
     """The same error in the names of this dialect."""
     if error.param is None:
         return error
+    request, brought = equipped
     param = error.param
     if function := _FUNCTION.match(param):
         places = Toolbox(request.tools or ()).places(request.tool_choice)
         param = places[int(function[1])] + param[function.end() :]
+    if tool := _TOOL.match(param):
+        number = int(tool[1]) - (len(request.tools or ()) - len(brought))
+        param = (brought[number] if number >= 0 else tool[0]) + param[tool.end() :]
     for pattern, name in _NAMES:
         param = pattern.sub(name, param)
     if param == error.param:
