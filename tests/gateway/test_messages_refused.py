@@ -14,6 +14,7 @@ from messages_house import (
     LATER,
     TOOLS,
     WEATHER,
+    called,
     messaging,
     post,
     refused,
@@ -76,6 +77,11 @@ def answer_with(**fields: object) -> dict:
         (
             block(type="tool_result", tool_use_id="t", content=[{"type": "image"}]),
             "messages[0].content[0].content[0].type",
+        ),
+        (block(type="tool_result", tool_use_id="t"), "messages[0].content[0].tool_use_id"),
+        (
+            {"messages": called([]) + block(type="tool_result", tool_use_id="t")["messages"]},
+            "messages[3].content[0].tool_use_id",
         ),
         (answer_with(type="tool_use", name="n", input={}), "messages[1].content[0].id"),
         (answer_with(type="tool_use", id="t", input={}), "messages[1].content[0].name"),

@@ -211,11 +211,12 @@ def test_a_special_tokens_text_never_becomes_the_token(ward: TinyWard, text: str
 
     def controls(word: str) -> list[int]:
         tool = {"name": "f", "description": word, "parameters": {"title": word}}
+        call = {"id": word, "function": {"name": "f", "arguments": "{}"}}
         answer = ward.tiny.chat(
             messages=[
                 {"role": "system", "content": word},
                 {"role": "user", "content": [{"type": "text", "text": word}], "name": word},
-                {"role": "assistant", "content": word, "reasoning": word},
+                {"role": "assistant", "content": word, "reasoning": word, "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": word, "content": word},
             ],
             documents=[{"text": word, word: word}],

@@ -298,6 +298,26 @@ def test_an_id_that_is_null_is_named(api: Api) -> None:
     refused(api, "messages[1].tool_call_id", messages=[said_, result])
 
 
+def test_a_result_answers_a_call_before_it(api: Api) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    said_ = {"role": "assistant", "content": None, "tool_calls": [call]}
+    asked = {"role": "user", "content": "when?"}
+    result = {"role": "tool", "tool_call_id": "a", "content": "noon"}
+    for messages, place in (
+        ([result], 0),
+        ([asked, result, said_], 1),
+        ([asked, said_, result, result | {"tool_call_id": "b"}], 3),
+    ):
+        refused(api, f"messages[{place}].tool_call_id", messages=messages)
+    for messages in (
+        [asked, said_, result, asked, said_, result],
+        [asked, said_, asked, result],
+        [asked, said_ | {"tool_calls": [call | {"id": None}]}, result],
+        [asked, {"role": "assistant", "function_call": call["function"]}, result],
+    ):
+        whole(api, messages=messages)
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
     [

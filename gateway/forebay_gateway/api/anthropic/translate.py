@@ -45,6 +45,7 @@ class _OlderFormat(ResponseFormat, frozen=True):
 def chat_request(request: CountRequest) -> chat.ChatRequest:
     """Raises InvalidRequestError that names the field or the block."""
     messages = list(_conversation(request))
+    _check_results(request.messages)
     continues = messages[-1].role == "assistant"
     if continues:
         _check_prefill(request.messages[-1], f"messages[{len(request.messages) - 1}]")
@@ -89,6 +90,20 @@ def _conversation(request: CountRequest) -> Iterator[chat.Message]:
             waiting = said
     if waiting is not None:
         yield waiting
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Every result answers a call before it, as chats want it: found here, it has its own name."""
+    called: set[str | None] = set()
+    for i, message in enumerate(messages):
+        for j, block in enumerate(message.content if isinstance(message.content, list) else ()):
+            if block.type == "tool_use":
+                called.add(block.id)
+            elif block.type == "tool_result" and block.tool_use_id not in called:
+                at = f"messages[{i}].content[{j}].tool_use_id"
+                raise InvalidRequestError(
+                    f"{at} must be the id of a tool_use block before it.", param=at
+                )
 
 
 def _is_one_turn(first: chat.Message, then: chat.Message) -> bool:

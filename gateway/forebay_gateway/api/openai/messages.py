@@ -4,7 +4,7 @@ Roles, null contents, lists of parts, tool calls in the history and the legacy f
 knows no template and no tokenizer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
@@ -20,6 +20,8 @@ _RENDERED = {"developer": "system", "function": "tool"}
 """Roles under the name that templates know them by."""
 _UNNAMED = "call_0"
 """The id of a legacy function_call, which has none, and of its result."""
+_ANY = ""
+"""Stands for a call without an id, which answers to every one."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MAX_DEPTH = 100
 """Of arguments that a template gets as an object. Whoever walks through deeper ones, here or in a
@@ -28,7 +30,23 @@ template, runs out of stack at some 350."""
 
 def conversation(messages: list[ClientMessage]) -> list[Message]:
     """Messages as a template reads them. Raises InvalidRequestError that names the message."""
+    _check_results(messages)
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _check_results(messages: Sequence[ClientMessage]) -> None:
+    """Every result answers a call before it; who sends a call without an id may call its result
+    anything. Templates would show a result of nothing, or fail."""
+    called: set[str] = set()
+    for i, message in enumerate(messages):
+        called.update(call.id or _ANY for call in message.tool_calls or ())
+        if message.function_call is not None:
+            called.add(_ANY)
+        if message.role == "tool" and called.isdisjoint((message.tool_call_id, _ANY)):
+            at = f"messages[{i}].tool_call_id"
+            raise InvalidRequestError(
+                f"{at} must be the id of a call in an assistant's message before it.", param=at
+            )
 
 
 def _message(message: ClientMessage, at: str) -> Message:
