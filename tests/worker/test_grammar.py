@@ -231,6 +231,9 @@ def test_a_json_object_ends_at_its_closing_brace(house: House) -> None:
     [
         (Grammar("regex", r"[0-9]{3}-[0-9]{2}"), r"[0-9]{3}-[0-9]{2}"),
         (Grammar("regex", r"^(cat|dog)$"), r"cat|dog"),
+        (Grammar("regex", r"\d{40}"), r"[0-9]{40}"),
+        (Grammar("regex", r"[^\s\W]{40}"), r"[0-9A-Za-z_]{40}"),
+        (Grammar("regex", r"[\d-.]{20}\\d"), r"[0-9.-]{20}\\d"),
         (Grammar("choice", '["Paris", "Rome", "a\\nb\\""]'), r'Paris|Rome|a\nb"'),
         (Grammar("lark", 'start: "x" /[ab]/ "y"'), r"x[ab]y"),
         (Grammar("lark", 'root ::= "yes" | "no"'), r"yes|no"),

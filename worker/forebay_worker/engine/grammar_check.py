@@ -91,10 +91,12 @@ def _json_grammar(schema: str) -> str:
 
 
 def _regex(source: str) -> str:
-    """A backslash at the end, with nothing to escape, is dropped by llguidance without a word."""
+    """Digits and letters are those of ASCII, as in a schema's pattern: a small model that may write
+    any of 760 digits does. A backslash at the end, with nothing to escape, is dropped by llguidance
+    without a word."""
     if (len(source) - len(source.rstrip("\\"))) % 2:
         raise ValueError("error: incomplete escape sequence")
-    return source
+    return _ESCAPE.sub(lambda found: _ASCII.get(found[0], found[0]), source)
 
 
 def _choice(source: str) -> str:
@@ -111,6 +113,13 @@ def _lark(source: str) -> str:
     return any_to_lark(source)
 
 
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_ASCII = {
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 _QUOTED = re.compile(r'"([^"]*)"')
 _REGEX_ERROR = re.compile(r"error: ([^\n]{1,120})")
