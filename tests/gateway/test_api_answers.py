@@ -400,3 +400,19 @@ def test_a_prompt_of_ids_is_echoed_as_its_text(api: Api) -> None:
     ids = [1, *api.backend.tokenizer.encode("é b", add_special_tokens=False).ids]
     answer = whole(api, chat=False, prompt=ids, echo=True, max_tokens=1)
     assert answer.texts == {0: "<|im_start|>é bThe"}
+
+
+def test_a_whole_number_may_be_written_with_a_fraction_of_nothing(api: Api) -> None:
+    said = 'is "1.0" 1.0 \\"2.0'
+    messages = [{"role": "user", "content": said}]
+    numbers = {"max_tokens": 3.0, "n": 2.00, "seed": -7.0, "top_k": 5.0, "stop_token_ids": [9.0]}
+    check_answer(api.chat(messages=messages, **numbers).content, model=MODEL, n=2)
+    job = api.backend.jobs[-1]
+    sampling = job.sampling
+    assert (sampling.max_tokens, job.n, sampling.top_k) == (3, 2, 5)
+    assert (sampling.seed, sampling.stop_token_ids) == (2**64 - 7, (9,))
+    assert said in api.backend.tokenizer.decode(job.prompt)
+    for name, value in {"max_tokens": 3.5, "n": 1e300, "top_k": 0.1}.items():
+        response = api.chat(**{"seed": 1.0, name: value})
+        assert response.status_code == 400
+        assert check_error(response.content)["param"] == name

@@ -1,7 +1,8 @@
 """From a body's bytes to a frozen struct, with errors that name the field and what would be right.
 
 A byte order mark in front is left out, as every Windows shell may write one; of a key that comes
-twice the last one counts, as for most parsers. It knows no schema.
+twice the last one counts, as for most parsers. Where an integer is wanted 8.0 is one, as JSON Schema
+has it: languages with one kind of number write it so. It knows no schema.
 """
 
 import re
@@ -34,11 +35,23 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
             body.decode()  # the decoder passes over what it does not know, whatever bytes it holds
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise translate(str(error), decoder.type) from None
+        message = str(error)
+        if _NO_INTEGER.match(message) and (whole := _in_whole_numbers(body)) != body:
+            return decode(decoder, whole)
+        raise translate(message, decoder.type) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidRequestError("The body is not valid JSON in UTF-8.") from None
     except RecursionError:
         raise InvalidRequestError("The body is nested too deep.") from None
+
+
+_NO_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
+_FRACTION_OF_NOTHING = re.compile(rb'"(?:[^"\\]|\\.)*+"|(-?\d+)\.0+(?![\d.eE])')
+
+
+def _in_whole_numbers(body: bytes | bytearray) -> bytes:
+    """The same JSON with 8 for 8.0. Only a body that is wrong without it is looked through."""
+    return _FRACTION_OF_NOTHING.sub(lambda found: found[1] or found[0], body)
 
 
 # msgspec's messages hold our own names and types only, but for a few that quote the value: of those
