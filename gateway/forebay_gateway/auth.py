@@ -95,8 +95,9 @@ class Keyring:
 
 
 def _presented_key(headers: Mapping[bytes, bytes]) -> bytes:
-    """An empty bearer, as clients send whose variable is empty, is none."""
+    """The bearer goes before Anthropic's header and Azure's; an empty one, as clients send whose
+    variable is empty, is none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and (bearer := token.strip()):
         return bearer
-    return headers.get(b"x-api-key", b"").strip()
+    return headers.get(b"x-api-key", b"").strip() or headers.get(b"api-key", b"").strip()

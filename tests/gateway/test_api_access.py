@@ -72,7 +72,7 @@ def test_a_wrong_or_empty_key_is_a_401(api: Api, header: str) -> None:
     assert KEY.encode() not in body
 
 
-def test_every_configured_key_opens_in_either_header(api: Api) -> None:
+def test_every_configured_key_opens_in_each_header(api: Api) -> None:
     for key in (KEY, "sk-second"):
         for headers in (
             {"authorization": f"Bearer {key}"},
@@ -80,6 +80,8 @@ def test_every_configured_key_opens_in_either_header(api: Api) -> None:
             {"authorization": "", "x-api-key": key},
             {"authorization": "Basic eDp5", "x-api-key": key},
             {"authorization": f"Bearer {key}", "x-api-key": "other"},
+            {"authorization": "", "api-key": key},
+            {"authorization": "", "x-api-key": key, "api-key": "other"},
         ):
             assert api.http.get("/v1/models", headers=headers).status_code == 200
         empty = {"authorization": "Bearer ", "x-api-key": key}  # no client library sends it

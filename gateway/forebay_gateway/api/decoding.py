@@ -1,8 +1,8 @@
 """From a body's bytes to a frozen struct, with errors that name the field and what would be right.
 
 A byte order mark in front is left out, as every Windows shell may write one; of a key that comes
-twice the last one counts, as for most parsers. Where an integer is wanted 8.0 is one, as JSON Schema
-has it: languages with one kind of number write it so. It knows no schema.
+twice the last one counts, as for most parsers. Where an integer is wanted 8.0 is one, as for JSON
+Schema: languages with one kind of number write it so. It knows no schema.
 """
 
 import re

@@ -81,9 +81,10 @@ def document() -> bytes:
                 "securitySchemes": {
                     "bearer": {"type": "http", "scheme": "bearer"},
                     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                    "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
                 },
             },
-            "security": [{"bearer": []}, {"x-api-key": []}],
+            "security": [{"bearer": []}, {"x-api-key": []}, {"api-key": []}],
         }
     )
     return whole.replace(_PACKAGE, b"")
