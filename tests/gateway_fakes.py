@@ -247,7 +247,7 @@ def serving(backend: ScriptedBackend, settings: GatewaySettings) -> Generator[tu
         nonlocal server
         async with backend.connected():
             app = create_app(settings, backend, lambda: server is not None and server.draining)
-            server = Server(server_config(app, settings, backend.telemetry.slow_clients.inc))
+            server = Server(server_config(app, settings, backend.telemetry.http.slow_clients.inc))
             started.set()
             await server.serve(sockets=[listener])
 

@@ -125,7 +125,7 @@ def create_app(
 def _catalog(settings: GatewaySettings, backend: Services) -> Catalog:
     teams = backend.teams
     directory = teams.directory if teams is not None else Directory(configured(settings.alias))
-    return Catalog(backend.roster, directory, backend.telemetry.fell_back)
+    return Catalog(backend.roster, directory, backend.telemetry.jobs.fell_back)
 
 
 def _team_routes(backend: Services, max_body_bytes: int) -> list[HTTPRouteHandler]:

@@ -53,7 +53,7 @@ class Backend:
         self.tasks = Supervisor("background")
         self._reconnects = 0
         self._bad_messages = 0
-        self._mishaps = Mishaps(self.telemetry)
+        self._mishaps = Mishaps(self.telemetry.process)
         self.dispatcher = Dispatcher(
             self.gateway,
             self.publisher,
@@ -119,7 +119,7 @@ class Backend:
         renew_at = due = loop.time()
         while True:
             now = loop.time()
-            self.telemetry.loop_lag.observe(max(0.0, now - due))
+            self.telemetry.process.loop_lag.observe(max(0.0, now - due))
             self.roster.check(self.reader)
             self.dispatcher.check(self.reader)
             self.digests.check()
@@ -134,16 +134,16 @@ class Backend:
 
     def _count(self) -> None:
         """Brings the counters in line with what reader and publisher have counted since."""
-        self.telemetry.inbox_tokens.set(self.inbox.tokens)
+        self.telemetry.jobs.inbox_tokens.set(self.inbox.tokens)
         reconnects = self.reader.reconnects + self.publisher.reconnects
-        self.telemetry.reconnects.inc(reconnects - self._reconnects)
-        self.telemetry.dropped("bad", self.reader.bad_messages - self._bad_messages)
+        self.telemetry.process.reconnects.inc(reconnects - self._reconnects)
+        self.telemetry.jobs.dropped("bad", self.reader.bad_messages - self._bad_messages)
         self._reconnects, self._bad_messages = reconnects, self.reader.bad_messages
-        self.telemetry.unsent.set(self.dispatcher.unsent)
-        self.telemetry.redis_queue.set(self.publisher.queued)
-        self.telemetry.digest_queue.set(self.digests.queued_bytes)
+        self.telemetry.process.unsent.set(self.dispatcher.unsent)
+        self.telemetry.process.redis_queue.set(self.publisher.queued)
+        self.telemetry.routing.digest_queue.set(self.digests.queued_bytes)
         if self.connected:
-            self.telemetry.redis_trip.observe(self.reader.round_trip_s)
+            self.telemetry.process.redis_trip.observe(self.reader.round_trip_s)
 
     def _renew(self) -> None:
         call = self.publisher.call

@@ -59,12 +59,11 @@ class Digests:
     ) -> None:
         self._index = index
         self._roster = roster
-        self._metrics = metrics
+        self._metrics = metrics.routing
         self._ask = ask
         self._followers: dict[str, _Follower] = {}
         self._queue: deque[tuple[CacheEvent, float]] = deque()
         self._queued_bytes = 0
-        self._applying = False
         self._ready = asyncio.Event()
         self._aged_at = 0.0
         self._refused = 0
@@ -72,12 +71,8 @@ class Digests:
 
     @property
     def queued_bytes(self) -> int:
+        """Of what is not applied yet; 0: the index has all that came."""
         return self._queued_bytes
-
-    @property
-    def pending(self) -> int:
-        """Events that wait to be applied."""
-        return len(self._queue) + self._applying
 
     def follows(self, worker: str, number: int) -> bool:
         """Whether the index has all that the worker said, up to a digest's number."""
@@ -110,14 +105,14 @@ class Digests:
                 await self._ready.wait()
             until = loop.time() + SLICE_S
             while self._queue:
-                event, since = self._queue.popleft()
-                self._queued_bytes -= _size(event)
-                self._applying = True
+                first = event, since = self._queue[0]
                 for _ in self._apply(event, since):
                     if loop.time() >= until:
                         await asyncio.sleep(0)
                         until = loop.time() + SLICE_S
-                self._applying = False
+                if self._queue and self._queue[0] is first:  # else all was forgotten meanwhile
+                    self._queue.popleft()
+                    self._queued_bytes -= _size(event)
             await asyncio.sleep(0)
 
     def check(self) -> None:
@@ -135,7 +130,7 @@ class Digests:
             self._aged_at = now
             self._index.age()
         self._index.sweep()
-        self._metrics.prefix_index(self._index.nbytes, len(self._index))
+        self._metrics.index(self._index.nbytes, len(self._index))
         self._metrics.index_refused.inc(self._index.refused - self._refused)
         self._refused = self._index.refused
 

@@ -65,7 +65,7 @@ class Dispatcher:
     ) -> None:
         self.gateway = gateway
         self.routing = routing
-        self.metrics = metrics
+        self.metrics = metrics.jobs
         self.traceparent = traceparent
         self.queue_timeout_ms = int(queue_timeout_s * 1000)
         self._publisher = publisher

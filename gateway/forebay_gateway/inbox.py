@@ -155,15 +155,15 @@ class Inbox:
         for reply in replies:
             box = boxes.get(reply.request_id)
             if box is None:
-                self._metrics.dropped("unknown")
+                self._metrics.jobs.dropped("unknown")
             elif box.attempt != reply.attempt:
-                self._metrics.dropped("fenced")
+                self._metrics.jobs.dropped("fenced")
             else:
                 box.put(reply)
 
     def lose_all(self) -> None:
         """The reply stream was lost: no attempt can be sure of its replies."""
-        self._metrics.streams_lost.inc()
+        self._metrics.process.streams_lost.inc()
         for box in list(self._boxes.values()):
             box.lose("bus_reset")
 

@@ -30,7 +30,7 @@ class Janitor:
     def __init__(self, publisher: Publisher, gateway: str, metrics: GatewayMetrics) -> None:
         self._publisher = publisher
         self._gateway = gateway
-        self._metrics = metrics
+        self._metrics = metrics.fleet
         self._rounds = (
             _Round("HSCAN", keys.members(), "HDEL", keys.worker_lease, _of_worker),
             _Round("SSCAN", keys.gateways(), "SREM", keys.gateway_lease, _of_gateway),

@@ -97,7 +97,7 @@ async def _serve(
         app = create_app(
             settings, backend, lambda: server is not None and server.draining, tracing=tracing
         )
-        server = Server(server_config(app, settings, backend.telemetry.slow_clients.inc))
+        server = Server(server_config(app, settings, backend.telemetry.http.slow_clients.inc))
         collector.calm()
         await backend.opened(OPEN_S)
         return await _until_failure(server, listener, backend)

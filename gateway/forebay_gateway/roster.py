@@ -125,7 +125,7 @@ class Roster:
 
     def __init__(self, publisher: Publisher, metrics: GatewayMetrics) -> None:
         self._publisher = publisher
-        self._metrics = metrics
+        self._metrics = metrics.fleet
         self._workers: dict[str, Worker] = {}
         self._cards: dict[str, tuple[ModelCard, ...]] = {}
         """By hash: a worker's card, and behind it those of its adapters."""
@@ -135,7 +135,7 @@ class Roster:
         self._changed = asyncio.Event()
         self._snapshots = -1
         self._pools: dict[tuple[str, str, str], Pool[Worker]] = {}
-        self._loading = Loading(metrics.loading_workers.set)
+        self._loading = Loading(self._metrics.loading_workers.set)
         self._joined = False
         self._unmet: set[str] = set()
         """Members and workers whose card is on its way: any name may be on it."""

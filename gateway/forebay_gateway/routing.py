@@ -97,7 +97,7 @@ class Routing:
 
     def __init__(self, index: PrefixIndex, metrics: GatewayMetrics) -> None:
         self._index = index
-        self._metrics = metrics
+        self._metrics = metrics.routing
 
     def choose(
         self, pool: Pool[W], prompt: Prompted, avoid: Collection[str] = ()

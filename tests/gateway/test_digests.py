@@ -71,7 +71,7 @@ class House:
 
     async def settle(self) -> None:
         task = asyncio.create_task(self.digests.run())
-        while self.digests.pending:  # noqa: ASYNC110  it is a count
+        while self.digests.queued_bytes:  # noqa: ASYNC110  it is a count
             await asyncio.sleep(0)
         await asyncio.sleep(0)
         task.cancel()

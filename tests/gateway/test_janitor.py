@@ -38,7 +38,7 @@ async def test_the_keys_of_dead_processes_go_and_those_of_the_living_stay(
             assert client.exists(keys.work(living), keys.worker_card(living)) == 2
             assert client.exists(keys.reply("dead")) == 0
             assert client.exists(keys.reply(one.gateway), keys.reply(other.gateway)) == 2
-            done = [each.telemetry.strays_cleared._value.get() for each in (one, other)]
+            done = [each.telemetry.fleet.strays_cleared._value.get() for each in (one, other)]
             assert sorted(done) == [0, 4]
             client.set(keys.gateway_lease("back"), "1", px=60_000)
             client.set(keys.reply("back"), "kept", px=60_000)

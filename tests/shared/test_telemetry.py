@@ -31,9 +31,9 @@ def _engine(name: str, steps: int) -> bytes:
 def _gateway() -> bytes:
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    metrics.http_request("chat_completions", 200, 0.1)
-    metrics.http_request("/v1/some/random/path", 404, 0.1)
-    metrics.dropped("fenced")
+    metrics.http.answered("chat_completions", 200, 0.1)
+    metrics.http.answered("/v1/some/random/path", 404, 0.1)
+    metrics.jobs.dropped("fenced")
     return snapshot(registry)
 
 
@@ -89,7 +89,7 @@ def test_a_route_outside_the_fixed_set_adds_no_series() -> None:
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
     for number in range(100):
-        metrics.http_request(f"/made/up/{number}", 404, 0.0)
+        metrics.http.answered(f"/made/up/{number}", 404, 0.0)
     text = render([({}, snapshot(registry))])
     assert 'forebay_http_requests_total{route="other",status="4xx"} 100.0' in text
     assert "/made/up" not in text

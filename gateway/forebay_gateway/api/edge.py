@@ -109,7 +109,7 @@ class Edge:
         self._app = app
         self._keyring = keyring
         self._admission = admission
-        self._telemetry = telemetry
+        self._http, self._jobs = telemetry.http, telemetry.jobs
         self._origins = frozenset(origin.encode() for origin in allowed_origins)
         self._proxies = Proxies(trusted_proxies)
         self._tracing = tracing
@@ -134,8 +134,7 @@ class Edge:
 
         path = scope["path"]
         scope["state"][_HEADERS] = headers
-        telemetry = self._telemetry
-        telemetry.open_requests.inc()
+        self._http.open_requests.inc()
         call = self._call(scope, headers) if self._tracing and path not in _UNBOUNDED else None
         try:
             await self._admitted(scope, receive, send_out, path, headers)
@@ -150,13 +149,13 @@ class Edge:
             if status != _CLIENT_CLOSED:
                 raise  # the answer has begun: the server closes the connection
             if isinstance(error, OverloadedError):
-                telemetry.shed(error)
+                self._jobs.shed(error)
             if isinstance(error, AuthenticationError | PermissionDeniedError):
-                telemetry.auth_refused(error)
+                self._http.auth_refused(error)
             await error_answer(error, scope)(scope, receive, send_out)
         finally:
-            telemetry.open_requests.dec()
-            telemetry.http_request(_route(path), status, time.perf_counter() - started)
+            self._http.open_requests.dec()
+            self._http.answered(_route(path), status, time.perf_counter() - started)
             if call is not None:
                 call.end(status)
 

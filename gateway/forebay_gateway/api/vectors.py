@@ -74,7 +74,7 @@ class VectorsAnswer:
                 body = self._write(made)
             else:
                 body = await self._renderers.in_thread(lambda: self._write(made))
-        self._backend.telemetry.embedded(len(made.vectors), made.tokens)
+        self._backend.telemetry.jobs.embedded(len(made.vectors), made.tokens)
         await Answer(body)(scope, receive, send)
 
     async def _run(self) -> list[Embedded]:

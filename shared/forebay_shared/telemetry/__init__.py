@@ -4,6 +4,7 @@ Metrics live in a registry of their process that is passed in, never in a global
 nothing of Redis, HTTP servers or engines. No label ever carries a team, a key or a text.
 """
 
+from forebay_shared.telemetry.engine import EngineMetrics
 from forebay_shared.telemetry.gateway import (
     PICK_REASONS,
     ROUTES,
@@ -22,7 +23,7 @@ from forebay_shared.telemetry.upstream import (
     TripReason,
     UpstreamMetrics,
 )
-from forebay_shared.telemetry.worker import EngineMetrics, RefuseReason, WorkerMetrics
+from forebay_shared.telemetry.worker import RefuseReason, WorkerMetrics
 
 __all__ = [
     "GRAMMAR_OUTCOMES",

@@ -1,6 +1,5 @@
-"""The metrics of a gateway process. Every label has a fixed set of values."""
+"""The metrics of a gateway process, by what they speak of. Labels have fixed sets of values."""
 
-from functools import partial
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,7 +13,7 @@ from forebay_shared.errors import (
     RateLimitError,
 )
 
-_HTTP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 ROUTES = (
     "chat_completions", "completions", "embeddings", "score", "rerank", "responses", "messages",
@@ -30,123 +29,61 @@ ResubmitReason = Literal["worker_lost", "not_accepted", "gap", "bus_reset", "fai
 
 
 class GatewayMetrics:
-    """One gateway process."""
+    """One gateway process: what it serves, and what befalls it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        gauge = partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry, buckets=_HTTP_S)
         self.registry = registry
-        self._requests = counter(
-            "forebay_http_requests", "HTTP requests answered.", ["route", "status"]
+        made = _Made(registry)
+        self.http = HttpMetrics(made)
+        self.jobs = JobMetrics(made)
+        self.responses = ResponseMetrics(made)
+        self.fleet = FleetMetrics(made)
+        self.routing = RoutingMetrics(made)
+        self.process = ProcessMetrics(made)
+
+
+class _Made:
+    """Makes metrics in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self._registry)
+
+    def histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        """Of seconds."""
+        return Histogram(name, text, labels, registry=self._registry, buckets=_SECONDS)
+
+
+class HttpMetrics:
+    """Requests as clients make them, and the clients."""
+
+    def __init__(self, made: _Made) -> None:
+        self._requests = made.counter(
+            "forebay_http_requests", "HTTP requests answered.", "route", "status"
         )
-        self._seconds = histogram(
+        self._seconds = made.histogram(
             "forebay_http_request_seconds",
             "From the request's head to the last byte of its answer.",
-            ["route"],
+            "route",
         )
         self._answers: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self.open_requests = gauge("forebay_open_requests", "HTTP requests that are open.")
-        self.open_streams = gauge("forebay_open_streams", "Event streams that are open.")
-        self.open_generations = gauge(
-            "forebay_open_generations", "Jobs placed or to be placed on a worker."
-        )
-        self.inbox_tokens = gauge("forebay_inbox_tokens", "Token ids that wait for their client.")
-        self.background_responses = gauge(
-            "forebay_background_responses", "Responses that this process runs in the background."
-        )
-        self.responses_evicted = counter(
-            "forebay_responses_evicted",
-            "Kept responses that went before their time, for want of room.",
-        )
-        self.workers = gauge("forebay_workers", "Live workers.")
-        self.loading_workers = gauge(
-            "forebay_loading_workers", "Workers that say that they load their model."
-        )
-        self.loop_lag = histogram(
-            "forebay_event_loop_lag_seconds", "How late a timer of the event loop fires."
-        )
-        self.unsent = gauge(
-            "forebay_unsent_messages", "Messages to other processes that are not delivered yet."
-        )
-        self.redis_queue = gauge("forebay_redis_queue", "Commands that wait to be sent to Redis.")
-        self.digest_queue = gauge(
-            "forebay_digest_queue_bytes", "Digests that wait to be put into the index."
-        )
-        self.redis_trip = histogram(
-            "forebay_redis_round_trip_seconds",
-            "How long Redis took to answer, as looked at once a second.",
-        )
-        self.log_lines_lost = counter(
-            "forebay_log_lines_lost", "Log lines that could not be written."
-        )
-        self.reconnects = counter("forebay_redis_reconnects", "Connections to Redis made again.")
-        self.streams_lost = counter(
-            "forebay_streams_lost", "Redis streams found gone or rolled back."
-        )
-        self.slow_clients = counter(
+        self.open_requests = made.gauge("forebay_open_requests", "HTTP requests that are open.")
+        self.open_streams = made.gauge("forebay_open_streams", "Event streams that are open.")
+        self.slow_clients = made.counter(
             "forebay_slow_clients", "Clients cut off since they did not read."
         )
-        self.clock_leaps = counter(
-            "forebay_clock_leaps", "Times that the process's wall clock has leapt."
-        )
-        self.cancelled = counter("forebay_cancelled", "Jobs left before their end.")
-        self.workers_lost = counter(
-            "forebay_workers_lost", "Workers whose lease lapsed or that left."
-        )
-        self._embedded_inputs = counter("forebay_embedded_inputs", "Inputs that became vectors.")
-        self._embedded_tokens = counter("forebay_embedded_tokens", "Tokens of those inputs.")
-        self._dropped = counter("forebay_dropped_replies", "Replies dropped.", ["reason"])
-        picks = counter("forebay_router_picks", "Workers picked, by reason.", ["reason"])
-        self._picks = {reason: picks.labels(reason=reason) for reason in PICK_REASONS}
-        self.predicted_tokens = counter(
-            "forebay_prefix_predicted_tokens",
-            "Prompt tokens that the router took for cached on the worker that it picked.",
-        )
-        self.hit_tokens = counter(
-            "forebay_prefix_hit_tokens", "Prompt tokens that were cached there."
-        )
-        self._index_bytes = gauge("forebay_prefix_index_bytes", "Memory of the prefix index.")
-        self._index_blocks = gauge("forebay_prefix_index_blocks", "Blocks in the prefix index.")
-        self.index_refused = counter(
-            "forebay_prefix_index_refused", "Blocks that the prefix index had no room for."
-        )
-        self.digest_lag = histogram(
-            "forebay_digest_lag_seconds",
-            "From a change in a worker's cache to the index, without the time on the network.",
-        )
-        self.digest_gaps = counter(
-            "forebay_digest_gaps", "Times that a worker's digests were missed."
-        )
-        self.digest_snapshots = counter(
-            "forebay_digest_snapshots", "Snapshots of a worker's prefix cache that were asked for."
-        )
-        self.strays_cleared = counter(
-            "forebay_strays_cleared", "Dead processes whose keys this gateway cleared away."
-        )
-        self.given_up = counter(
-            "forebay_given_up", "Requests that ended a worker which ran nothing beside them."
-        )
-        self._fallbacks = counter(
-            "forebay_alias_fallbacks",
-            "Requests that went on to the next model of their alias, by reason.",
-            ["reason"],
-        )
-        self._shed = counter(
-            "forebay_shed",
-            "Requests that were not served though they were sound, by the code of their error.",
-            ["reason"],
-        )
-        self._auth_refused = counter(
+        self._auth_refused = made.counter(
             "forebay_auth_refused",
             "Requests whose key or token opened nothing here, by the code of their error.",
-            ["reason"],
-        )
-        self._resubmitted = counter(
-            "forebay_resubmitted", "Attempts after a job's first.", ["reason"]
+            "reason",
         )
 
-    def http_request(self, route: str, status: int, seconds: float) -> None:
+    def answered(self, route: str, status: int, seconds: float) -> None:
         """Counts an answered request. A route outside ROUTES counts as "other"."""
         name = route if route in ROUTES else "other"
         answers = (name, status // 100)
@@ -159,17 +96,47 @@ class GatewayMetrics:
         count.inc()
         duration.observe(seconds)
 
+    def auth_refused(self, error: AuthenticationError | PermissionDeniedError) -> None:
+        self._auth_refused.labels(reason=error.code).inc()
+
+
+class JobMetrics:
+    """Work for the engines, from what is turned away to what had to be made again."""
+
+    def __init__(self, made: _Made) -> None:
+        self.open_generations = made.gauge(
+            "forebay_open_generations", "Jobs placed or to be placed on a worker."
+        )
+        self.inbox_tokens = made.gauge(
+            "forebay_inbox_tokens", "Token ids that wait for their client."
+        )
+        self.cancelled = made.counter("forebay_cancelled", "Jobs left before their end.")
+        self.given_up = made.counter(
+            "forebay_given_up", "Requests that ended a worker which ran nothing beside them."
+        )
+        self._embedded_inputs = made.counter(
+            "forebay_embedded_inputs", "Inputs that became vectors."
+        )
+        self._embedded_tokens = made.counter("forebay_embedded_tokens", "Tokens of those inputs.")
+        self._dropped = made.counter("forebay_dropped_replies", "Replies dropped.", "reason")
+        self._fallbacks = made.counter(
+            "forebay_alias_fallbacks",
+            "Requests that went on to the next model of their alias, by reason.",
+            "reason",
+        )
+        self._shed = made.counter(
+            "forebay_shed",
+            "Requests that were not served though they were sound, by the code of their error.",
+            "reason",
+        )
+        self._resubmitted = made.counter(
+            "forebay_resubmitted", "Attempts after a job's first.", "reason"
+        )
+
     def embedded(self, inputs: int, tokens: int) -> None:
         """Counts the vectors of one request and the tokens that they took."""
         self._embedded_inputs.inc(inputs)
         self._embedded_tokens.inc(tokens)
-
-    def picked(self, reason: PickReason) -> None:
-        self._picks[reason].inc()
-
-    def prefix_index(self, nbytes: int, blocks: int) -> None:
-        self._index_bytes.set(nbytes)
-        self._index_blocks.set(blocks)
 
     def dropped(self, reason: DropReason, count: int = 1) -> None:
         self._dropped.labels(reason=reason).inc(count)
@@ -182,8 +149,108 @@ class GatewayMetrics:
         if isinstance(error, OverloadedError | RateLimitError | DeadlineError):
             self._shed.labels(reason=error.code).inc()
 
-    def auth_refused(self, error: AuthenticationError | PermissionDeniedError) -> None:
-        self._auth_refused.labels(reason=error.code).inc()
-
     def resubmitted(self, reason: ResubmitReason) -> None:
         self._resubmitted.labels(reason=reason).inc()
+
+
+class ResponseMetrics:
+    """Responses that are kept, or run without their client."""
+
+    def __init__(self, made: _Made) -> None:
+        self.background = made.gauge(
+            "forebay_background_responses", "Responses that this process runs in the background."
+        )
+        self.evicted = made.counter(
+            "forebay_responses_evicted",
+            "Kept responses that went before their time, for want of room.",
+        )
+
+
+class FleetMetrics:
+    """The other processes as this one sees them."""
+
+    def __init__(self, made: _Made) -> None:
+        self.workers = made.gauge("forebay_workers", "Live workers.")
+        self.loading_workers = made.gauge(
+            "forebay_loading_workers", "Workers that say that they load their model."
+        )
+        self.workers_lost = made.counter(
+            "forebay_workers_lost", "Workers whose lease lapsed or that left."
+        )
+        self.strays_cleared = made.counter(
+            "forebay_strays_cleared", "Dead processes whose keys this gateway cleared away."
+        )
+
+
+class RoutingMetrics:
+    """Which worker was picked, and what the gateway knows of the workers' caches for that."""
+
+    def __init__(self, made: _Made) -> None:
+        picks = made.counter("forebay_router_picks", "Workers picked, by reason.", "reason")
+        self._picks = {reason: picks.labels(reason=reason) for reason in PICK_REASONS}
+        self.predicted_tokens = made.counter(
+            "forebay_prefix_predicted_tokens",
+            "Prompt tokens that the router took for cached on the worker that it picked.",
+        )
+        self.hit_tokens = made.counter(
+            "forebay_prefix_hit_tokens", "Prompt tokens that were cached there."
+        )
+        self._index_bytes = made.gauge("forebay_prefix_index_bytes", "Memory of the prefix index.")
+        self._index_blocks = made.gauge(
+            "forebay_prefix_index_blocks", "Blocks in the prefix index."
+        )
+        self.index_refused = made.counter(
+            "forebay_prefix_index_refused", "Blocks that the prefix index had no room for."
+        )
+        self.digest_queue = made.gauge(
+            "forebay_digest_queue_bytes", "Digests that wait to be put into the index."
+        )
+        self.digest_lag = made.histogram(
+            "forebay_digest_lag_seconds",
+            "From a change in a worker's cache to the index, without the time on the network.",
+        )
+        self.digest_gaps = made.counter(
+            "forebay_digest_gaps", "Times that a worker's digests were missed."
+        )
+        self.digest_snapshots = made.counter(
+            "forebay_digest_snapshots", "Snapshots of a worker's prefix cache that were asked for."
+        )
+
+    def picked(self, reason: PickReason) -> None:
+        self._picks[reason].inc()
+
+    def index(self, nbytes: int, blocks: int) -> None:
+        """Says how large the prefix index is now."""
+        self._index_bytes.set(nbytes)
+        self._index_blocks.set(blocks)
+
+
+class ProcessMetrics:
+    """The process itself, its clock and its connections to Redis."""
+
+    def __init__(self, made: _Made) -> None:
+        self.loop_lag = made.histogram(
+            "forebay_event_loop_lag_seconds", "How late a timer of the event loop fires."
+        )
+        self.unsent = made.gauge(
+            "forebay_unsent_messages", "Messages to other processes that are not delivered yet."
+        )
+        self.redis_queue = made.gauge(
+            "forebay_redis_queue", "Commands that wait to be sent to Redis."
+        )
+        self.redis_trip = made.histogram(
+            "forebay_redis_round_trip_seconds",
+            "How long Redis took to answer, as looked at once a second.",
+        )
+        self.reconnects = made.counter(
+            "forebay_redis_reconnects", "Connections to Redis made again."
+        )
+        self.streams_lost = made.counter(
+            "forebay_streams_lost", "Redis streams found gone or rolled back."
+        )
+        self.log_lines_lost = made.counter(
+            "forebay_log_lines_lost", "Log lines that could not be written."
+        )
+        self.clock_leaps = made.counter(
+            "forebay_clock_leaps", "Times that the process's wall clock has leapt."
+        )

@@ -207,7 +207,7 @@ class Turns:
             return WholeAnswer(transcript, writer, keeper)
         # Without any worker a 503 may be the answer, however late: then no status goes out before.
         early_s = transcript.early_s if self.backend.roster.ready else None
-        open_streams = self.backend.telemetry.open_streams
+        open_streams = self.backend.telemetry.http.open_streams
         return StreamedAnswer(transcript, writer, open_streams, early_s, keeper)
 
 

@@ -100,7 +100,7 @@ class BackgroundRuns:
             await run.scope.aclose()
             raise
         self._services.tasks.start(f"response-{run.id}", self._work(run))
-        self._services.telemetry.background_responses.set(len(self._runs))
+        self._services.telemetry.responses.background.set(len(self._runs))
         if not self._watched:
             self._watched = True
             self._services.tasks.start("responses-watch", self._watch())
@@ -124,7 +124,7 @@ class BackgroundRuns:
         finally:
             run.news.set()
             del self._runs[run.id]
-            self._services.telemetry.background_responses.set(len(self._runs))
+            self._services.telemetry.responses.background.set(len(self._runs))
 
     async def _generate(self, run: _Run) -> None:
         """By the models of its alias, one after the other, until one begins."""

@@ -71,7 +71,7 @@ class ResponseStore:
         self._ttl_ms = settings.response_ttl_s * 1000
         self._bytes = settings.response_store_bytes
         self._limit = settings.max_background_responses
-        self._telemetry = telemetry
+        self._metrics = telemetry.responses
 
     @property
     def keeps(self) -> bool:
@@ -185,7 +185,7 @@ class ResponseStore:
 
     def _evicted(self, count: Value) -> None:
         if isinstance(count, int) and count > 0:
-            self._telemetry.responses_evicted.inc(count)
+            self._metrics.evicted.inc(count)
 
 
 _CHAIN = {
