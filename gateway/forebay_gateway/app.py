@@ -1,6 +1,6 @@
 """The one place that wires the gateway's HTTP side: keys, limits, renderers, routes."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from forebay_shared.errors import MethodNotAllowedError
@@ -9,7 +9,7 @@ from forebay_shared.settings import GatewaySettings
 from litestar import Litestar, Request, Response
 from litestar.datastructures import State
 from litestar.handlers import HTTPRouteHandler
-from litestar.types import Receive, Scope, Send
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from forebay_gateway.admission import Admission
 from forebay_gateway.api.admin.routes import admin_routes
@@ -51,46 +51,17 @@ def create_app(
     tracing: "Tracing | None" = None,
 ) -> Edge:
     """The ASGI app of one gateway process. `draining` says that the process was asked to end."""
-    renderers = Renderers(backend.store.blob)
-    interpreter = Interpreter(settings.tool_call_parser, settings.reasoning_parser)
-    catalog = _catalog(settings, backend)
-    turns = Turns(
-        backend,
-        renderers,
-        catalog,
-        interpreter,
-        trusts_templates=settings.trust_request_chat_template,
-    )
+    turns = _turns(settings, backend)
     responses = ResponsesService(turns, settings)
     admission = Admission(settings.max_concurrent_requests)
-
-    def learn(card: ModelCard) -> None:
-        catalog.meet(card)
-        backend.tasks.start("tokenizer", renderers.prepare(card))
-
-    backend.roster.on_card(learn)
-
-    async def warm() -> None:
-        await renderers.warm([card for card in backend.roster.cards() if card.adapter is None])
-
-    posts = {
-        **generation_apps(OpenAIService(turns), settings.max_body_bytes),
-        **embedding_apps(
-            EmbeddingService(backend, renderers, catalog),
-            ScoringService(backend, renderers, catalog),
-            settings.max_body_bytes,
-        ),
-        **messages_apps(MessagesService(turns), settings.max_body_bytes),
-        **tokens_apps(TokensService(turns), settings.max_body_bytes),
-        **response_apps(responses, settings.max_body_bytes),
-    }
+    posts = _posts(turns, responses, settings.max_body_bytes)
     routes = Litestar(
         route_handlers=[
             *post_routes(posts),
-            *model_routes(catalog),
+            *model_routes(turns.catalog),
             *response_routes(responses),
             *document_routes(),
-            *health_routes(backend, draining, warm, lambda: admission.open),
+            *health_routes(backend, draining, _warming(turns), lambda: admission.open),
             *_team_routes(backend, settings.max_body_bytes),
         ],
         exception_handlers={Exception: _answer_error},
@@ -98,15 +69,8 @@ def create_app(
         logging_config=None,
         request_max_body_size=None,
     )
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        # The calls that everybody makes go past the router, which takes 9 % of a request's time.
-        posted = scope["type"] == "http" and scope["method"] == "POST"
-        direct = posts.get(scope["path"]) if posted else None
-        await (direct or routes)(scope, receive, send)
-
     return Edge(
-        app,
+        _direct(posts, routes),
         keyring=Keyring(
             settings.api_key,
             admin_key=settings.admin_key,
@@ -122,10 +86,61 @@ def create_app(
     )
 
 
+def _turns(settings: GatewaySettings, backend: Services) -> Turns:
+    """What every dialect comes through. It learns each model that a worker brings."""
+    renderers, catalog = Renderers(backend.store.blob), _catalog(settings, backend)
+
+    def learn(card: ModelCard) -> None:
+        catalog.meet(card)
+        backend.tasks.start("tokenizer", renderers.prepare(card))
+
+    backend.roster.on_card(learn)
+    return Turns(
+        backend,
+        renderers,
+        catalog,
+        Interpreter(settings.tool_call_parser, settings.reasoning_parser),
+        trusts_templates=settings.trust_request_chat_template,
+    )
+
+
 def _catalog(settings: GatewaySettings, backend: Services) -> Catalog:
     teams = backend.teams
     directory = teams.directory if teams is not None else Directory(configured(settings.alias))
     return Catalog(backend.roster, directory, backend.telemetry.jobs.fell_back)
+
+
+def _posts(turns: Turns, responses: ResponsesService, max_body_bytes: int) -> dict[str, ASGIApp]:
+    """The apps of the calls that models answer, by path."""
+    models = (turns.backend, turns.renderers, turns.catalog)
+    return {
+        **generation_apps(OpenAIService(turns), max_body_bytes),
+        **embedding_apps(EmbeddingService(*models), ScoringService(*models), max_body_bytes),
+        **messages_apps(MessagesService(turns), max_body_bytes),
+        **tokens_apps(TokensService(turns), max_body_bytes),
+        **response_apps(responses, max_body_bytes),
+    }
+
+
+def _warming(turns: Turns) -> Callable[[], Awaitable[None]]:
+    """Loads the tokenizers of all models that are known; of an adapter it is its model's."""
+
+    async def warm() -> None:
+        cards = turns.backend.roster.cards()
+        await turns.renderers.warm([card for card in cards if card.adapter is None])
+
+    return warm
+
+
+def _direct(posts: Mapping[str, ASGIApp], routes: ASGIApp) -> ASGIApp:
+    """The calls that everybody makes go past the router, which takes 9 % of a request's time."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        posted = scope["type"] == "http" and scope["method"] == "POST"
+        direct = posts.get(scope["path"]) if posted else None
+        await (direct or routes)(scope, receive, send)
+
+    return app
 
 
 def _team_routes(backend: Services, max_body_bytes: int) -> list[HTTPRouteHandler]:
