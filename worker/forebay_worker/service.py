@@ -8,15 +8,13 @@ works nor what a request means.
 
 import asyncio
 import logging
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import DrainingError, EngineError, ForebayError
-from forebay_shared.merge import merge
 from forebay_shared.mishaps import Mishaps
 from forebay_shared.packets import WORK, Unread
 from forebay_shared.reader import Feed
@@ -26,9 +24,7 @@ from forebay_shared.wire import (
     Cancel,
     Done,
     Embedded,
-    Encode,
     Failed,
-    Reply,
     Started,
     Submit,
     Sync,
@@ -41,7 +37,9 @@ from forebay_worker import handing
 from forebay_worker.door import DEFAULT, Bounds, Door
 from forebay_worker.engines.base import Engine
 from forebay_worker.metering import Metering
+from forebay_worker.opened import Opened, RequestKey
 from forebay_worker.outbox import Outbox
+from forebay_worker.packing import Addressed, Packing
 from forebay_worker.trials import Trials
 
 if TYPE_CHECKING:
@@ -51,21 +49,7 @@ log = logging.getLogger(__name__)
 
 REMEMBERED = 65_536
 """Requests remembered so that a repeated Submit is known."""
-ACCEPT_DELAY_S = 0.005
-"""So long an Accepted waits for a first step to travel with: one packet instead of two."""
 _POLL_S = 0.05
-
-RequestKey = tuple[str, int]
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request that has not ended. `left`: sequences that have not; `traceparent`: where their
-    spans belong, if they are traced; `model`: what the client calls what answers."""
-
-    left: int
-    traceparent: str
-    model: str
 
 
 class Service:
@@ -89,17 +73,9 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._door = Door(bounds, self._loop.time, metrics.refused)
         self._outbox = Outbox(worker, publisher, self._overflowed, self._gateway_lost)
-        self._open: dict[str, dict[RequestKey, _Open]] = {}
-        """By gateway; only of those that have any."""
+        self._packing = Packing(self._outbox, self._hear)
+        self._opened = Opened(tracing)
         self._seen: OrderedDict[RequestKey, None] = OrderedDict()
-        self._emitted: deque[Sequence[tuple[str, Reply]]] = deque()
-        self._collecting = False
-        self._own: list[tuple[str, Reply]] = []
-        """What this service says itself, before what the engine does."""
-        self._told: list[tuple[str, Callable[[], None]]] = []
-        """Gateways, and what to do when they have all that was said until now."""
-        self._tracing = tracing
-        self._accepting: asyncio.TimerHandle | None = None
         self._metering = Metering(publisher)
         self._trials = Trials(self)
         self._mishaps = Mishaps(metrics)
@@ -123,7 +99,7 @@ class Service:
 
     @property
     def open_requests(self) -> int:
-        return sum(len(requests) for requests in self._open.values())
+        return len(self._opened)
 
     def receive(self, messages: Sequence[Work]) -> None:
         """Takes the messages of one packet, in order."""
@@ -143,17 +119,14 @@ class Service:
         else:
             self._submit(message)
 
-    def emit(self, events: Sequence[tuple[str, Reply]]) -> None:
-        """Takes one step's events from the engine's thread. Fast steps share a packet."""
-        self._emitted.append(events)
-        if not self._collecting:
-            self._collecting = True
-            self._loop.call_soon_threadsafe(self._collect)
+    def emit(self, events: Sequence[Addressed]) -> None:
+        """Takes one step's events from the engine's thread."""
+        self._packing.emit(events)
 
     async def watch(self) -> None:
         """Looks after the leases of the gateways that have requests here."""
         while True:
-            self._outbox.look(lambda name: name in self._open or self._metering.watches(name))
+            self._outbox.look(lambda name: name in self._opened or self._metering.watches(name))
             self._metering.forget_old()
             self._count()
             self._mishaps.look()
@@ -172,7 +145,7 @@ class Service:
             log.warning("dropped %d requests of gateways that gave them up", self.open_requests)
         self._metrics.leases_lost.inc()
         self._metrics.fenced.inc(self.open_requests)
-        for gateway in list(self._open):
+        for gateway in self._opened.gateways:
             self._abort_all(gateway)
 
     def refuse(self, reason: ForebayError) -> None:
@@ -183,7 +156,7 @@ class Service:
         """Ends every request here, after `refuse`: its gateway goes on elsewhere, at the token
         where this worker left off. Returns how many there were."""
         assert self._leaving is not None, "refuse first"
-        left = [(gateway, key) for gateway, requests in self._open.items() for key in requests]
+        left = self._opened.keys()
         self._metrics.handed_over.inc(len(left))
         self._refuse_all(left, self._leaving)
         return len(left)
@@ -197,7 +170,7 @@ class Service:
         return await self._until(self._flushed, timeout_s)
 
     def _flushed(self) -> bool:
-        return not self._emitted and not self._own and self._outbox.idle
+        return self._packing.idle and self._outbox.idle
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         deadline = self._loop.time() + timeout_s
@@ -215,13 +188,8 @@ class Service:
         self._seen[key] = None
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        traceparent = "" if isinstance(work, Encode) else work.traceparent
-        requests = self._open.setdefault(work.gateway, {})
-        model = handing.answering(self._engine.card, work)
-        requests[key] = _Open(work.num_sequences, traceparent, model)
-        if self._accepting is None:
-            self._accepting = self._loop.call_later(ACCEPT_DELAY_S, self._collect)
-        self._own.append((work.gateway, Accepted(*key)))
+        self._opened.add(work, handing.answering(self._engine.card, work))
+        self._packing.accept(work.gateway, Accepted(*key))
         if work.metered:
             self._metering.submitted(work)
         if (refusal := self._leaving or self._turned_away(work, key)) is not None:
@@ -263,19 +231,17 @@ class Service:
         """Calls `then` when its gateway has all that was said, and this; None: nothing."""
         if alone is not None:
             self._say(work, Accepted(work.request_id, work.attempt, alone))
-        self._told.append((work.gateway, then))
-        self._loop.call_soon(self._collect)
+        self._packing.after(work.gateway, then)
 
     def step_age_s(self) -> float:
         return self._engine.load().step_age_s
 
     def _say(self, work: Task, reply: Accepted | Done | Failed) -> None:
         """Says what did not come of the engine."""
-        self._own.append((work.gateway, reply))
+        self._packing.say(work.gateway, reply)
         if not isinstance(reply, Accepted):
             self._metering.replied(reply)
             self._ended(work.gateway, reply)
-        self._loop.call_soon(self._collect)
 
     def _turned_away(self, work: Task, key: RequestKey) -> ForebayError | None:
         """Why the request may not wait here. One that goes on with an answer always may."""
@@ -291,16 +257,8 @@ class Service:
         return None
 
     def _refuse_all(self, requests: Sequence[tuple[str, RequestKey]], why: ForebayError) -> None:
-        self._emitted.append(
-            [
-                (
-                    gateway,
-                    Failed(*key, why.code, why.message, why.retryable, None, why.retry_after_s),
-                )
-                for gateway, key in requests
-            ]
-        )
-        self._collect()
+        said = (why.code, why.message, why.retryable, None, why.retry_after_s)
+        self._packing.fail([(gateway, Failed(*key, *said)) for gateway, key in requests])
 
     def _broke(self, message: Work) -> None:
         """A message that the engine stumbles over ends its own request, once."""
@@ -318,61 +276,29 @@ class Service:
         if one.request_id and one.gateway:
             self._refuse_all([(one.gateway, (one.request_id, one.attempt))], _not_taken())
 
-    def _collect(self) -> None:
-        """Packs what was accepted and what the engine has emitted since, by gateway."""
-        self._collecting = False
-        if self._accepting is not None:
-            self._accepting.cancel()
-            self._accepting = None
-        packets: defaultdict[str, list[Reply]] = defaultdict(list)
-        for gateway, reply in self._own:
-            packets[gateway].append(reply)
-        self._own.clear()
-        told, self._told = self._told, []
-        steps, metered = 0, len(self._metering) > 0
-        while self._emitted:
-            steps += 1
-            for gateway, reply in self._emitted.popleft():
-                if not self._trials.heard(reply):
-                    continue
-                packets[gateway].append(reply)
-                if metered:
-                    self._metering.replied(reply)
-                if isinstance(reply, Started):
-                    self._door.leave((reply.request_id, reply.attempt), served=True)
-                elif isinstance(reply, Done | Failed | Embedded):
-                    self._ended(gateway, reply)
-        for gateway, replies in packets.items():
-            self._outbox.send(gateway, merge(replies) if steps > 1 else replies)
-        for gateway, then in told:
-            self._outbox.after(gateway, then)
+    def _hear(self, events: Sequence[Addressed]) -> Iterator[Addressed]:
+        """Takes note of one step's events; gives those that are still somebody's."""
+        metered = len(self._metering) > 0
+        for gateway, reply in events:
+            if not self._trials.heard(reply):
+                continue
+            if metered:
+                self._metering.replied(reply)
+            if isinstance(reply, Started):
+                self._door.leave((reply.request_id, reply.attempt), served=True)
+            elif isinstance(reply, Done | Failed | Embedded):
+                self._ended(gateway, reply)
+            yield gateway, reply
 
     def _ended(self, gateway: str, reply: Done | Failed | Embedded) -> None:
         key = (reply.request_id, reply.attempt)
         self._door.leave(key, served=isinstance(reply, Embedded))
-        requests = self._open.get(gateway, {})
-        request = requests.get(key)
-        if request is None:
-            return
-        if isinstance(reply, Done):
-            self._trace(request, reply)
-            request.left -= 1
-            if request.left > 0:
-                return
-        del requests[key]
-        if not requests:
-            del self._open[gateway]
-
-    def _trace(self, request: _Open, reply: Done) -> None:
-        if self._tracing is not None and request.traceparent:
-            self._tracing.sequence(
-                request.traceparent, request.model, reply.usage, reply.finish_reason
-            )
+        self._opened.ended(gateway, reply)
 
     def _overflowed(self, gateway: str) -> None:
         """Too much waits for a gateway: its requests end here, and it is told so when it can be."""
         self._metrics.overflows.inc()
-        requests = self._open.pop(gateway, {})
+        requests = self._opened.drop(gateway)
         log.warning("aborted %d requests whose replies cannot be sent", len(requests))
         self._abort_all(gateway)
         message = "The worker could not send its answer."
@@ -387,7 +313,7 @@ class Service:
 
     def _gateway_lost(self, gateway: str) -> None:
         self._metrics.gateways_lost.inc()
-        requests = self._open.pop(gateway, {})
+        requests = self._opened.drop(gateway)
         log.warning("gateway %s is gone: aborted %d requests", gateway, len(requests))
         self._abort_all(gateway)
         self._metering.gateway_gone(gateway)
