@@ -6,6 +6,7 @@ is a pair of [blocks, block_size, K, D] tensors. It knows no model, no request a
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +101,71 @@ class LowRank:
     a: Tensor
     b: Tensor
     sizes: tuple[int, ...]
+
+
+class Adjustments(NamedTuple):
+    """How the logits of R rows are adjusted, as one tensor each.
+
+    Attributes:
+        places: [R] int32, each row among the raw logits.
+        newest: [R] int32, where the row's newest token is, which its words leave out; -1: nowhere.
+        edges: [R, 5] int32, where the row's words begin: banned ids; biased ones; those asked or
+            said; bits of those allowed, which are all where it has none; and where they end.
+        repetition, presence, frequency: [R] float32.
+        words: [any] int64. An id is in the lower half of its word; in the upper half is a bias as a
+            float32, or how many times the id was said. Bit t % 64 of the t // 64th word of bits: t
+            is allowed.
+    """
+
+    places: Tensor
+    newest: Tensor
+    edges: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    words: Tensor
+
+
+def adjust(logits: Tensor, token_ids: Tensor, rows: Adjustments, out: Tensor) -> None:
+    """Adjusted logits of each row to `out` [R, V] float32, from raw ones [any, V]; the newest
+    tokens are in `token_ids` [any] int64."""
+    for row, own in enumerate(out):
+        own.copy_(logits[int(rows.places[row])].float())
+        _adjust_row(own, token_ids, row, rows)
+
+
+def _adjust_row(own: Tensor, token_ids: Tensor, row: int, rows: Adjustments) -> None:
+    banned_at, biased_at, said_at, bits_at, end = rows.edges[row].tolist()
+    if end > bits_at:
+        ids = torch.arange(len(own), device=own.device)
+        bits = rows.words[bits_at:end][ids // 64] >> (ids % 64) & 1
+        own.masked_fill_(bits == 0, -math.inf)
+    own[rows.words[banned_at:biased_at]] = -math.inf
+    biased, said = rows.words[biased_at:said_at], rows.words[said_at:bits_at]
+    own[biased & 0xFFFFFFFF] += (biased >> 32).to(torch.int32).view(torch.float32)
+    times = torch.full_like(own, -1)  # -1: neither asked nor said
+    times[said & 0xFFFFFFFF] = (said >> 32).to(own.dtype)
+    if (newest := int(rows.newest[row])) >= 0:
+        token = token_ids[newest]
+        times[token] = times[token].clamp(min=0) + 1
+    repetition = rows.repetition[row]
+    repelled = torch.where(own > 0, own / repetition, own * repetition)
+    own.copy_(torch.where(times >= 0, repelled, own))
+    punished = own - (rows.presence[row] + rows.frequency[row] * times)
+    own.copy_(torch.where(times > 0, punished, own))
+
+
+def read_logprobs(
+    logits: Tensor, tokens: Tensor, places: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows `places` [R] of raw logits [any, V]: the log-probability of the row's chosen token,
+    of `tokens` [any], and the `most` likeliest with their ids, [R], [R, most] and [R, most]; of
+    equal ones the lowest id first, NaN before all."""
+    rows = logits[places].float()
+    total = rows.logsumexp(-1, keepdim=True)
+    best, ids = rows.sort(dim=-1, descending=True, stable=True)
+    own = rows.gather(1, tokens[places][:, None])
+    return (own - total)[:, 0], best[:, :most] - total, ids[:, :most]
 
 
 def adapt(out: Tensor, x: Tensor, low: LowRank, adapters: Tensor) -> Tensor:

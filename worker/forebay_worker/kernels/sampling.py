@@ -204,9 +204,10 @@ def _kth_largest(row, vocab, k, low, top, SHIFT: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _sample_kernel(
-    tokens, corrupt, logits, temperature, top_k, top_p, min_p, seeds, positions,
+    tokens, corrupt, places, logits, temperature, top_k, top_p, min_p, seeds, positions,
     partial, partial_ids, maxima, arrivals, stride, vocab, span,
     SPLITS: tl.constexpr, SEGMENTS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    PLACED: tl.constexpr,
 ):  # fmt: skip
     row_id = tl.program_id(0)
     split = tl.program_id(1)
@@ -273,8 +274,11 @@ def _sample_kernel(
                 _, winner, logit, _, _ = _best(
                     row, 0, vocab, logit, tl.maximum(least, floor), inverse, key0, key1, BLOCK
                 )
-    tl.store(tokens + row_id, tl.where(broken, 0, winner).to(tl.int64))
-    tl.store(corrupt + row_id, broken.to(tl.int32))
+    place = row_id
+    if PLACED:
+        place = tl.load(places + row_id)
+    tl.store(tokens + place, tl.where(broken, 0, winner).to(tl.int64))
+    tl.store(corrupt + place, broken.to(tl.int32))
 
 
 class SamplingScratch(NamedTuple):
@@ -314,18 +318,22 @@ def sample(
     corrupt: Tensor,
     block: int = _BLOCK,
     num_warps: int = 16,
+    places: Tensor | None = None,
 ) -> None:
-    """Writes a token per row of logits [R, V] to `tokens` [R] int64.
+    """Writes a token per row of logits [R, V] to `tokens` [R] int64, or to the row's place in them,
+    of `places` [R] int32.
 
     `corrupt` [R] int32 becomes 1 for a row with a NaN or without a finite largest logit, whose
-    token is then 0. The last dimension of `logits` is contiguous; -inf masks an id. `scratch` is of
-    R rows.
+    token is then 0. The last dimension of `logits` is contiguous; -inf masks an id. `scratch` and
+    `rows` are of R rows or more.
     """
     count, vocab = logits.shape
     splits = scratch.partial_ids.shape[1]
     _sample_kernel[(count, splits)](
-        tokens, corrupt, logits, *rows, *scratch, logits.stride(0), vocab,
+        tokens, corrupt, tokens if places is None else places,
+        logits, *rows, *scratch, logits.stride(0), vocab,
         triton.cdiv(triton.cdiv(vocab, splits), 16) * 16,
         SPLITS=splits, SEGMENTS=min(block, _SEGMENTS // splits),
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0, BLOCK=block, num_warps=num_warps,
+        PLACED=places is not None,
     )  # fmt: skip
