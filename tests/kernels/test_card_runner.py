@@ -215,6 +215,35 @@ def test_steps_that_overlap_change_no_token(tmp_path: Path) -> None:
     assert gone == [whole[0][: STEPS - 1], *whole[1:]]
 
 
+def test_rows_that_are_adjusted_or_read_overlap_and_change_no_token(tmp_path: Path) -> None:
+    runner = make_runner(directory("qwen3", tmp_path), "float32")
+    each = (
+        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=2),
+        SamplingParams(temperature=0.7, presence_penalty=1.0, frequency_penalty=0.4, min_tokens=2),
+        SamplingParams(temperature=0, logit_bias={5: 9.0, 9: 9.0}, frequency_penalty=2.0),
+    )
+    texts = prompts()[:3]
+    whole = decode(runner, texts, each)
+    assert late(runner, texts, each) == whole
+    assert late(runner, texts, each, leaves=STEPS - 1)[1:] == whole[1:]
+
+
+def test_only_what_the_host_must_see_holds_up_the_next_step(tmp_path: Path) -> None:
+    runner = make_runner(directory("qwen3", tmp_path), "float32", graphs=False)
+    waits = []
+    for more in ({"repetition_penalty": 1.2, "logprobs": 1}, {"bad_words": ((4, 9),)}):
+        row = make_sequence([1, 2, 3], [0], SamplingParams(temperature=0, **more))
+        launched = runner.launch([ScheduledRow(row, 3, True)])
+        waits.append(not launched.may_wait)
+        [first] = launched.results()
+        assert first is not None
+        assert (first.logprobs is not None) == ("logprobs" in more)
+    assert waits == [False, True]
+    row.num_computed = 3
+    with pytest.raises(ValueError, match="does not know its newest token"):
+        runner.launch([ScheduledRow(row, 1, True)])
+
+
 def test_a_token_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     runner = make_runner(directory("qwen3", tmp_path), "float32", graphs=False)
     row = make_sequence([1, 2, 3], [0], GREEDY)

@@ -45,8 +45,9 @@ class SequenceState(Protocol):
         """The number of its adapter in the runner; -1: none."""
         ...
 
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be sampled in this step (end tokens before `min_tokens`)."""
+    def banned_ids(self, pending: int = 0) -> tuple[int, ...]:
+        """Ids that must not be sampled in this step (end tokens before `min_tokens`), `pending`
+        tokens after those in `token_ids`."""
         ...
 
     def allowed_ids(self) -> IntArray | None:

@@ -1,208 +1,228 @@
-"""What rows of logits on a card are asked for beyond the sampling kernel: other logits to choose
-from, and log-probabilities. Nothing of the vocabulary's size crosses to the host.
+"""Tokens that are chosen on a card from other logits than the model's own.
 
-`sampler` says what the settings mean and in which order they hold; a row's token is the same there,
-but for rounding. It knows no model, no cache and no step.
+`card_rules` says what a sequence asks, in words that one packet brings over; one kernel adjusts
+the logits by them and the sampling kernel draws. Nothing waits for the card, nor need the host know
+the newest token. `sampler` says what the settings mean and in which order they hold; a row's token
+is the same there, but for rounding. It knows no model, no cache and no step.
 """
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from forebay_shared.sampling import SamplingParams
-from forebay_shared.wire import TokenLogprobs
 from torch import Tensor
 
-from forebay_worker.engine.batch import IntArray, Sampled, SequenceState
-from forebay_worker.engine.sampler import MOST_BIAS
+from forebay_worker.engine import sequence
+from forebay_worker.engine.batch import Sampled, SequenceState
+from forebay_worker.engine.card_logprobs import LogprobsRead, LogprobsReader
+from forebay_worker.engine.card_rules import Rules, Words, most_words
+from forebay_worker.engine.staging import Array, Fields, Layout, Staging
+from forebay_worker.kernels.adjust import adjust as adjust_logits
+from forebay_worker.kernels.reference import Adjustments
 from forebay_worker.kernels.sampling import SamplingRows, make_scratch, sample, signed
 
-PIECE = 32
-"""Rows at a time: each step over their logits takes 0.6 MB a row of 151,936 ids."""
+__all__ = ["CardChoice", "Choosing", "LogprobsRead", "adjust", "choose", "prepare"]
+
+PIECE = 64
+"""Rows at a time: their adjusted logits take 0.6 MB a row of 151,936 ids."""
 _SPLITS = 8
 """Programs of a row in the sampling kernel, whatever the number of rows: it is compiled once."""
+_FEWEST_WORDS = 4096
+"""Of a packet: 32 KB."""
+_WORDS = 2**18
+"""Of a packet, where a single row may not have more: 4,000 ids that each of 64 rows has said."""
 
-Cells = list[tuple[int, IntArray]]
-"""Rows and some ids of each."""
+
+class Choosing(NamedTuple):
+    """A row whose token is to be chosen.
+
+    place: of its logits, and of what becomes of them. newest: where the newest of its tokens is on
+    the card, while the host does not know it; else -1. position: that the chosen token will have.
+    """
+
+    sequence: SequenceState
+    place: int
+    newest: int
+    position: int
+
+
+class _Wanted(NamedTuple):
+    """A row of a packet, its words and how many there are of each kind."""
+
+    row: Choosing
+    words: Words
+    sizes: tuple[int, ...]
+
+
+def _layout(rows: int, words: int) -> Layout:
+    """The words come last, so that all else lies where it does whatever their number."""
+    fields: Fields = {
+        "places": ("i4", rows),
+        "newest": ("i4", rows),
+        "positions": ("i8", rows),
+        "edges": ("i4", rows * 5),
+        "repetition": ("f4", rows),
+        "presence": ("f4", rows),
+        "frequency": ("f4", rows),
+        "temperature": ("f4", rows),
+        "top_k": ("i4", rows),
+        "top_p": ("f4", rows),
+        "min_p": ("f4", rows),
+        "seeds": ("i8", rows),
+        "words": ("i8", words),
+    }
+    return Layout(fields)
+
+
+class CardChoice:
+    """Chooses tokens of rows of `vocab` logits, at most `rows` of them at a time."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        rows = min(rows, PIECE)
+        most = max(_WORDS, most_words(vocab))
+        sizes = [size for at in range(32) if (size := _FEWEST_WORDS << at) < most]
+        self._layouts = [_layout(rows, size) for size in (*sizes, most)]
+        largest = self._layouts[-1]
+        self._arrays: dict[str, Array] = {
+            name: np.zeros(count, kind) for name, (kind, count) in largest.fields.items()
+        }
+        self._staging = Staging(largest.size, device)
+        sent = self._staging.tensors(largest)
+        self._adjustments = Adjustments(*(sent[name] for name in Adjustments._fields))
+        self._settings = SamplingRows(*(sent[name] for name in SamplingRows._fields))
+        self._adjusted = torch.empty((rows, vocab), dtype=torch.float32, device=device)
+        self._scratch = make_scratch(rows, device, rows * _SPLITS)
+        self._rules: dict[SequenceState, Rules] = {}
+        self._settled: list[SequenceState] = []
+        self._rows, self._vocab, self._most_words = rows, vocab, most
+
+    def choose(
+        self,
+        rows: Sequence[Choosing],
+        logits: Tensor,
+        token_ids: Tensor,
+        tokens: Tensor,
+        corrupt: Tensor,
+    ) -> None:
+        """Starts to choose a token for each row from its logits, of `logits` [any, vocab], to its
+        place in `tokens` [any] int64. A row with a NaN, or with no finite largest logit once
+        adjusted, is `corrupt` [any] int32, with a 1 there. The newest tokens are in `token_ids`."""
+        for adjusted in self.adjusted(rows, logits, token_ids):
+            sample(
+                adjusted, self._settings, self._scratch, tokens, corrupt,
+                places=self._adjustments.places,
+            )  # fmt: skip
+
+    def adjusted(
+        self, rows: Sequence[Choosing], logits: Tensor, token_ids: Tensor
+    ) -> Iterator[Tensor]:
+        """Adjusted logits [piece, vocab] float32, piece by piece, each until the next."""
+        self._renew(rows)
+        for piece in self._send(rows):
+            out = self._adjusted[:piece]
+            adjust_logits(logits, token_ids, self._adjustments, out)
+            yield out
+
+    def _renew(self, rows: Sequence[Choosing]) -> None:
+        """Keeps the rules of these sequences, which are likely to be here again, and no others."""
+        before = self._rules
+        self._rules = {
+            each: before.get(each) or Rules(each, self._vocab)
+            for each in (row.sequence for row in rows)
+        }
+
+    def _send(self, rows: Sequence[Choosing]) -> Iterator[int]:
+        """Sends packets of as many rows as fit; how many are on the card at each turn."""
+        piece: list[_Wanted] = []
+        total = 0
+        for row in rows:
+            words = self._rules[row.sequence].words(row.sequence, 0 if row.newest < 0 else 1)
+            sizes = tuple(map(len, words))
+            size = sum(sizes)
+            if len(piece) == self._rows or total + size > self._most_words:
+                yield self._send_piece(piece, total)
+                piece, total = [], 0
+            piece.append(_Wanted(row, words, sizes))
+            total += size
+        if piece:
+            yield self._send_piece(piece, total)
+
+    def _send_piece(self, piece: list[_Wanted], total: int) -> int:
+        arrays, count = self._arrays, len(piece)
+        arrays["places"][:count] = [each.row.place for each in piece]
+        arrays["newest"][:count] = [each.row.newest for each in piece]
+        arrays["positions"][:count] = [each.row.position for each in piece]
+        self._fill_settings([each.row.sequence for each in piece])
+        parts = [part for each in piece for part in each.words if len(part)]
+        if parts:
+            np.concatenate(parts, out=arrays["words"][:total])
+        edges = arrays["edges"].reshape(-1, 5)[:count]
+        sizes = np.array([each.sizes for each in piece])
+        edges[:, 1:] = sizes.ravel().cumsum().reshape(sizes.shape)
+        edges[:, 0] = edges[:, 1] - sizes[:, 0]
+        layout = next(each for each in self._layouts if each.fields["words"][1] >= total)
+        self._staging.send(layout, arrays)
+        return count
+
+    def _fill_settings(self, sequences: list[SequenceState]) -> None:
+        """What stays as it is while the same sequences come in the same order."""
+        if sequences == self._settled:
+            return
+        for at, each in enumerate(sequences):
+            params, arrays = each.sampling, self._arrays
+            arrays["repetition"][at] = params.repetition_penalty
+            arrays["presence"][at] = params.presence_penalty
+            arrays["frequency"][at] = params.frequency_penalty
+            arrays["temperature"][at] = 0.0 if params.greedy else params.temperature
+            arrays["top_k"][at] = params.top_k
+            arrays["top_p"][at] = params.top_p
+            arrays["min_p"][at] = params.min_p
+            arrays["seeds"][at] = signed(each.seed)
+        self._settled = sequences
 
 
 def choose(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
-    """The next token of each sequence by its row of logits [R, vocabulary] float32, which it
-    changes. A row with a NaN, or with no finite largest logit once masked, is corrupt."""
-    settings = [each.sampling for each in sequences]
-    asked = [at for at, each in enumerate(settings) if each.logprobs is not None]
-    raw = logits[asked] if asked else None
+    """The next token of each sequence, all of whose tokens are known, by its row of logits
+    [R, vocabulary], with buffers of its own; waits for the card. A row with a NaN, or with no
+    finite largest logit once adjusted, is corrupt."""
+    count, vocab, device = *logits.shape, logits.device
+    tokens = torch.empty(count, dtype=torch.int64, device=device)
+    corrupt = torch.empty(count, dtype=torch.int32, device=device)
+    CardChoice(count, vocab, device).choose(_all(sequences), logits, tokens, tokens, corrupt)
     broken = ~logits.amax(-1).isfinite()
-    adjust(logits, sequences)
-    positions = [len(each.token_ids) for each in sequences]
-    tokens, corrupt = _draw(logits, settings, [each.seed for each in sequences], positions)
     facts = cast(list[list[int]], torch.stack((tokens, corrupt, broken), 1).tolist())
     results = [
         Sampled(token, corrupt=bad != 0, starved=bad != 0 and not was_broken)
         for token, bad, was_broken in facts
     ]
-    if raw is not None:
-        read = LogprobsRead(raw, tokens[asked], [settings[at] for at in asked])
-        for at, logprobs in zip(asked, read.results(), strict=True):
+    asked = [at for at, each in enumerate(sequences) if each.sampling.logprobs is not None]
+    if asked:
+        reader = LogprobsReader(len(asked), vocab, device)
+        settings = [sequences[at].sampling for at in asked]
+        read = reader.read(logits, tokens, np.array(asked), settings).results()
+        for at, logprobs in zip(asked, read, strict=True):
             results[at].logprobs = logprobs
     return results
 
 
 def adjust(logits: Tensor, sequences: Sequence[SequenceState]) -> None:
-    """In place: what grammars, clients and the engine allow, favour and punish."""
-    asked = [each.sampling for each in sequences]
-    _allow_by_grammar(logits, [each.allowed_mask() for each in sequences])
-    _allow(logits, _cells(each.allowed_ids() for each in sequences))
-    banned = _cells(np.array(each.banned_ids(), np.int64) for each in sequences)
-    if banned:
-        logits.view(-1)[_places(banned, logits)] = -math.inf
-    _favour(logits, asked)
-    _repel(logits, sequences)
-    _punish(logits, sequences)
-
-
-class LogprobsRead:
-    """Log-probabilities on their way from a card: of chosen tokens and of the likeliest."""
-
-    def __init__(self, logits: Tensor, tokens: Tensor, asked: Sequence[SamplingParams]) -> None:
-        """Of `tokens` [R] by raw logits [R, vocabulary] float32, R from 1 on, as many as `asked`;
-        starts a copy behind what has been launched."""
-        self._counts = [min(each.logprobs or 0, logits.shape[-1]) for each in asked]
-        self._most = max(1, *self._counts)
-        total = logits.logsumexp(-1, keepdim=True)
-        best = logits.topk(self._most)
-        own = logits.gather(1, tokens[:, None])
-        # float64 holds each id exactly, and one copy is one wait.
-        parts = (own - total).double(), (best.values - total).double(), best.indices.double()
-        packed = torch.cat(parts, 1)
-        on_card = logits.device.type == "cuda"
-        self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=on_card)
-        self._packed.copy_(packed, non_blocking=True)
-        self._copied = torch.cuda.Event() if on_card else None
-        if self._copied is not None:
-            self._copied.record()
-
-    def results(self) -> list[TokenLogprobs]:
-        """Waits for the copy."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        rows = cast(list[list[float]], self._packed.tolist())
-        return [self._parsed(row, count) for row, count in zip(rows, self._counts, strict=True)]
-
-    def _parsed(self, row: list[float], count: int) -> TokenLogprobs:
-        values, ids = row[1 : 1 + count], row[1 + self._most : 1 + self._most + count]
-        top = [(int(token), value) for token, value in zip(ids, values, strict=True)]
-        return TokenLogprobs(logprob=row[0], top=top)
+    """In place, in rows of logits [R, vocabulary]: what grammars, clients and the engine allow,
+    favour and punish."""
+    choice = CardChoice(len(sequences), logits.shape[1], logits.device)
+    start = 0
+    nowhere = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    for piece in choice.adjusted(_all(sequences), logits, nowhere):
+        logits[start : start + len(piece)] = piece
+        start += len(piece)
 
 
 def prepare(logits: Tensor) -> None:
-    """Compiles the kernel that `choose` launches for such logits: no request waits for that."""
-    _draw(logits[:1].float(), [SamplingParams()], [0], [0])
+    """Compiles the kernels for such logits: no request waits for that."""
+    asked = SamplingParams(logprobs=1)
+    choose(logits[:1], [sequence.Sequence("", 0, "", 0, [0], 1, asked, 0, 2, frozenset())])
 
 
-def _draw(
-    logits: Tensor, asked: Sequence[SamplingParams], seeds: list[int], positions: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Tokens [R] and whether each is none [R], both int64."""
-    rows, device = len(asked), logits.device
-
-    def column(values: list[float] | list[int], kind: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=kind).to(device)
-
-    settings = SamplingRows(
-        temperature=column([each.temperature for each in asked], torch.float32),
-        top_k=column([each.top_k for each in asked], torch.int32),
-        top_p=column([each.top_p for each in asked], torch.float32),
-        min_p=column([each.min_p for each in asked], torch.float32),
-        seeds=column([signed(seed) for seed in seeds], torch.int64),
-        positions=column(positions, torch.int64),
-    )
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    corrupt = torch.empty(rows, dtype=torch.int32, device=device)
-    sample(logits, settings, make_scratch(rows, device, rows * _SPLITS), tokens, corrupt)
-    return tokens, corrupt.long()
-
-
-def _cells(ids: Iterable[IntArray | None]) -> Cells:
-    return [(row, each) for row, each in enumerate(ids) if each is not None and len(each)]
-
-
-def _places(cells: Cells, logits: Tensor) -> Tensor:
-    """Their places in the flat logits, on the same device."""
-    flat = np.concatenate([row * logits.shape[1] + ids for row, ids in cells])
-    return torch.from_numpy(flat).to(logits.device)
-
-
-def _per_cell(cells: Cells, values: Iterable[float], logits: Tensor) -> Tensor:
-    """The value of each cell's row, of `values` by row."""
-    by_row = np.array(list(values), np.float32)
-    repeated = [np.repeat(by_row[row], len(ids)) for row, ids in cells]
-    return torch.from_numpy(np.concatenate(repeated)).to(logits.device)
-
-
-def _allow_by_grammar(logits: Tensor, masks: list[bytes | None]) -> None:
-    """Bits become a mask on the card: an eighth of a byte an id goes there."""
-    ruled = [row for row, mask in enumerate(masks) if mask is not None]
-    if not ruled:
-        return
-    vocab, device = logits.shape[1], logits.device
-    size = -(-vocab // 8)
-    packed = [np.frombuffer(mask, np.uint8)[:size] for mask in masks if mask is not None]
-    octets = torch.from_numpy(np.stack(packed)).to(device)
-    bits = octets[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-    rows = torch.tensor(ruled, device=device)
-    forbidden = bits.view(len(ruled), -1)[:, :vocab] == 0
-    logits[rows] = logits[rows].masked_fill_(forbidden, -math.inf)
-
-
-def _allow(logits: Tensor, cells: Cells) -> None:
-    if cells:
-        flat, places = logits.view(-1), _places(cells, logits)
-        kept = flat[places]
-        logits[[row for row, _ in cells]] = -math.inf
-        flat[places] = kept
-
-
-def _favour(logits: Tensor, asked: Sequence[SamplingParams]) -> None:
-    """By logit_bias."""
-    cells = _cells(np.array(list(each.logit_bias), np.int64) for each in asked)
-    if cells:
-        bias = np.array([value for each in asked for value in each.logit_bias.values()])
-        bias = torch.from_numpy(bias.clip(-MOST_BIAS, MOST_BIAS).astype(np.float32))
-        flat, places = logits.view(-1), _places(cells, logits)
-        flat[places] = flat[places] + bias.to(logits.device)
-
-
-def _repel(logits: Tensor, sequences: Sequence[SequenceState]) -> None:
-    """What has been said or asked, by repetition_penalty. An id that comes twice is written twice,
-    the same each time."""
-    cells = _cells(
-        np.array(each.token_ids, np.int64) if each.sampling.repetition_penalty != 1 else None
-        for each in sequences
-    )
-    if cells:
-        flat, places = logits.view(-1), _places(cells, logits)
-        penalty = _per_cell(cells, (each.sampling.repetition_penalty for each in sequences), logits)
-        old = flat[places]
-        flat[places] = torch.where(old > 0, old / penalty, old * penalty)
-
-
-def _punish(logits: Tensor, sequences: Sequence[SequenceState]) -> None:
-    """What has been said, by presence_penalty and frequency_penalty."""
-    cells = _cells(
-        np.array(each.token_ids[each.num_prompt :], np.int64)
-        if each.sampling.presence_penalty or each.sampling.frequency_penalty
-        else None
-        for each in sequences
-    )
-    if cells:
-        places = _places(cells, logits)
-        counts = torch.zeros_like(logits).view(-1)
-        counts.index_add_(0, places, torch.ones_like(places, dtype=counts.dtype))
-        asked = [each.sampling for each in sequences]
-        presence = _per_cell(cells, (each.presence_penalty for each in asked), logits)
-        frequency = _per_cell(cells, (each.frequency_penalty for each in asked), logits)
-        flat = logits.view(-1)
-        flat[places] = flat[places] - (presence + frequency * counts[places])
+def _all(sequences: Sequence[SequenceState]) -> list[Choosing]:
+    return [Choosing(each, at, -1, len(each.token_ids)) for at, each in enumerate(sequences)]

@@ -93,14 +93,14 @@ class StepInputs:
     def _asking(
         self, rows: Sequence[ScheduledRow], places: IntArray
     ) -> tuple[list[int], list[int]]:
-        """Rows whose token is chosen from other logits, and others that want log-probabilities."""
+        """Rows whose token is chosen from other logits, and rows that want log-probabilities."""
         adjusted: list[int] = []
         read: list[int] = []
         for at in np.flatnonzero(self._asks[places]).tolist():
             row = rows[at]
-            if row.samples and _is_adjusted(row.sequence):
+            if row.samples and _is_adjusted(row):
                 adjusted.append(at)
-            elif row.samples and row.sequence.sampling.logprobs is not None:
+            if row.samples and row.sequence.sampling.logprobs is not None:
                 read.append(at)
         return adjusted, read
 
@@ -247,5 +247,7 @@ class StepInputs:
         return end
 
 
-def _is_adjusted(sequence: SequenceState) -> bool:
-    return card_sampling.is_adjusted(sequence.sampling) or bool(sequence.banned_ids())
+def _is_adjusted(row: ScheduledRow) -> bool:
+    sequence = row.sequence
+    pending = sequence.num_computed + row.num_new - len(sequence.token_ids)
+    return card_sampling.is_adjusted(sequence.sampling) or bool(sequence.banned_ids(pending))

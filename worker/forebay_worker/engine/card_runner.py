@@ -108,7 +108,7 @@ class CardRunner:
             filled = self._inputs.fill(rows, decodes, shape)
             self._steps.set_cells(*self._inputs.take_cells())
             logits = self._run(shape, filled.scored)
-            return CardStep(rows, filled, self._sampler, logits)
+            return CardStep(rows, filled, self._sampler, self._steps.token_ids, logits)
         except Exception:
             self._inputs.clear()  # what the card has of it is not known
             raise

@@ -1,10 +1,10 @@
 """Sampling on a card: one kernel within the step for the rows that ask for no more than it knows,
-and `card_choice` behind the step for the others.
+and `card_choice` and `card_logprobs` behind the step for the others.
 
-The kernel knows temperature, top_k, top_p and min_p. Log-probabilities are read behind the step,
-and the next one is launched meanwhile. Penalties, bias, masks and grammars depend on all tokens
-before, which the host knows: such a row's token is chosen once the step has landed, and the next
-step waits for it.
+The kernel knows temperature, top_k, top_p and min_p. Rows with penalties, bias and masks have their
+tokens chosen again right behind it, from other logits, and log-probabilities are read behind that:
+all of it is launched with the step, and the next one meanwhile. Only where bad words or a grammar
+must have seen a token before another is chosen, the next step waits for this one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,9 @@ from forebay_shared.sampling import SamplingParams
 from torch import Tensor
 
 from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
-from forebay_worker.engine.card_choice import PIECE, LogprobsRead, choose
+from forebay_worker.engine.card_choice import CardChoice, Choosing
+from forebay_worker.engine.card_logprobs import LogprobsReader, Reading
+from forebay_worker.engine.card_rules import needs_host
 from forebay_worker.engine.scoring import Logits, add_scores
 from forebay_worker.engine.staging import Fetched, Fields, Harvest
 from forebay_worker.kernels.sampling import (
@@ -39,7 +41,7 @@ def fields(rows: int) -> Fields:
 
 
 def fill_row(arrays: Mapping[str, Any], at: int, params: SamplingParams, seed: int) -> None:
-    """All of a row's parameters. A row whose token is chosen later is greedy here: cheapest."""
+    """All of a row's parameters. A row whose token is chosen again is greedy here: cheapest."""
     greedy = params.greedy or is_adjusted(params)
     arrays["temperature"][at] = 0.0 if greedy else params.temperature
     arrays["top_k"][at] = params.top_k
@@ -68,7 +70,7 @@ def is_adjusted(params: SamplingParams) -> bool:
 
 class Filled(NamedTuple):
     """places: of each row's result among the step's. adjusted: rows whose token is chosen from
-    other logits than the model's. read: others whose log-probabilities are asked for.
+    other logits than the model's. read: rows whose log-probabilities are asked for.
     scored: flat indexes of the tokens after which a prompt's next token is to be scored."""
 
     places: IntArray
@@ -88,9 +90,18 @@ class CardSampler:
         self, most_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.logits = torch.zeros((most_rows, vocab_size), dtype=dtype, device=device)
-        self._results = Harvest({"tokens": ("i8", most_rows), "corrupt": ("i4", most_rows)}, device)
+        self._results = Harvest(
+            {
+                "tokens": ("i8", most_rows),
+                "corrupt": ("i4", most_rows),
+                "unchosen": ("i4", most_rows),
+            },
+            device,
+        )
         self.tokens = self._results.device["tokens"]
         self._scratch: dict[int, SamplingScratch] = {}
+        self._choice = CardChoice(most_rows, vocab_size, device)
+        self._reader = LogprobsReader(most_rows, vocab_size, device)
         self._device = device
 
     def launch(self, rows: int, arrays: Mapping[str, Tensor]) -> None:
@@ -109,66 +120,77 @@ class CardSampler:
             self._results.device["corrupt"][:rows],
         )
 
+    def choose(self, rows: Sequence[Choosing], token_ids: Tensor) -> None:
+        """Chooses tokens of the last launch again, from adjusted logits. `token_ids` [any] int64
+        are those that the step began with."""
+        unchosen = self._results.device["unchosen"]
+        self._choice.choose(rows, self.logits, token_ids, self.tokens, unchosen)
+
+    def read(self, places: IntArray, asked: Sequence[SamplingParams]) -> Reading:
+        """Starts to read log-probabilities of the last launch's rows at `places`."""
+        return self._reader.read(self.logits, self.tokens, places, asked)
+
     def fetch(self) -> Fetched:
-        """Starts the copy of what the last launch samples."""
+        """Starts the copy of what has been chosen."""
         return self._results.fetch()
 
 
 class CardStep:
-    """A launched step. The tokens of its adjusted rows are chosen when it lands, from logits that
-    are there until the next launch. `scored` gives the logits of what is to be scored, if any is.
-    """
+    """A launched step. `token_ids` are those that it began with, on the card; `scored` gives the
+    logits of what is to be scored, if any is."""
 
     def __init__(
         self,
         rows: Sequence[ScheduledRow],
         filled: Filled,
         sampler: CardSampler,
+        token_ids: Tensor,
         scored: Logits | None = None,
     ) -> None:
-        self._rows, self._filled = rows, filled
-        self._sampler, self._scored = sampler, scored
-        self._reads = [self._start_reading(piece) for piece in _pieces(filled.read)]
+        self._rows, self._filled, self._scored = rows, filled, scored
+        places = filled.places
+        if filled.adjusted:
+            choosing = [_choosing(rows[at], int(places[at])) for at in filled.adjusted]
+            sampler.choose(choosing, token_ids)
+        self._read: Reading | None = None
+        if filled.read:
+            asked = [rows[at].sequence.sampling for at in filled.read]
+            self._read = sampler.read(places[filled.read], asked)
         self._fetched = sampler.fetch()
 
     @property
     def may_wait(self) -> bool:
-        return not self._filled.adjusted and self._scored is None
+        adjusted = (self._rows[at].sequence.sampling for at in self._filled.adjusted)
+        return self._scored is None and not any(map(needs_host, adjusted))
 
     @torch.inference_mode()
     def results(self) -> list[Sampled | None]:
         """Waits for the step; one result per row, None where it neither samples nor scores."""
-        for at in self._filled.adjusted:
-            self._rows[at].sequence.allowed_mask()  # kept there; the card computes meanwhile
-        arrays, places = self._fetched.arrays(), self._filled.places
-        tokens: list[int] = arrays["tokens"][places].tolist()
-        corrupt: list[int] = arrays["corrupt"][places].tolist()
+        arrays, filled = self._fetched.arrays(), self._filled
+        tokens: list[int] = arrays["tokens"][filled.places].tolist()
+        corrupt: list[int] = arrays["corrupt"][filled.places].tolist()
         results = [
             Sampled(token, corrupt=bad != 0) if row.samples else None
             for row, token, bad in zip(self._rows, tokens, corrupt, strict=True)
         ]
-        read = (each for reading in self._reads for each in reading.results())
-        for at, logprobs in zip(self._filled.read, read, strict=True):
-            results[at] = Sampled(tokens[at], logprobs, corrupt[at] != 0)
-        for piece in _pieces(self._filled.adjusted):
-            for at, chosen in zip(piece, self._choose(piece), strict=True):
-                results[at] = chosen
+        unchosen: list[int] = arrays["unchosen"][filled.places[filled.adjusted]].tolist()
+        for at, bad in zip(filled.adjusted, unchosen, strict=True):
+            starved = bad != 0 and corrupt[at] == 0
+            results[at] = Sampled(tokens[at], corrupt=bad != 0, starved=starved)
+        read = [] if self._read is None else self._read.results()
+        for at, logprobs in zip(filled.read, read, strict=True):
+            if (result := results[at]) is not None:
+                result.logprobs = logprobs
         return results if self._scored is None else add_scores(self._rows, results, self._scored)
 
-    def _start_reading(self, read: list[int]) -> LogprobsRead:
-        places, sampler = self._places_of(read), self._sampler
-        asked = [self._rows[at].sequence.sampling for at in read]
-        return LogprobsRead(sampler.logits[places].float(), sampler.tokens[places], asked)
 
-    def _choose(self, adjusted: list[int]) -> list[Sampled]:
-        logits = self._sampler.logits[self._places_of(adjusted)].float()
-        return choose(logits, [self._rows[at].sequence for at in adjusted])
-
-    def _places_of(self, rows: list[int]) -> Tensor:
-        """On the card, without a wait for the step that has just been launched."""
-        places = torch.from_numpy(self._filled.places[rows])
-        return places.to(self._sampler.logits.device, non_blocking=True)
-
-
-def _pieces(rows: list[int]) -> list[list[int]]:
-    return [rows[start : start + PIECE] for start in range(0, len(rows), PIECE)]
+def _choosing(row: ScheduledRow, place: int) -> Choosing:
+    """Raises ValueError when the host does not know all that it must."""
+    sequence = row.sequence
+    position = sequence.num_computed + row.num_new
+    if position == len(sequence.token_ids):
+        return Choosing(sequence, place, -1, position)
+    if needs_host(sequence.sampling):
+        raise ValueError("a row with bad words or a grammar does not know its newest token")
+    # A decode row's one token is where the row is; the step before sampled it.
+    return Choosing(sequence, place, place, position)

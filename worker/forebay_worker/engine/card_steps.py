@@ -71,7 +71,11 @@ class CardSteps:
         device = cache.keys.device
         rows = len(sampler.logits)
         self._decoder, self._ops, self._cache, self._sampler = decoder, ops, cache, sampler
-        self._staging = Staging(StepShape(rows, most_tokens, 1, adapted=True).layout.size, device)
+        largest = StepShape(rows, most_tokens, 1, adapted=True).layout
+        self._staging = Staging(largest.size, device)
+        self.token_ids = self._staging.tensors(largest)["token_ids"]
+        """The last step's, with those that the step before it sampled: they come first in every
+        packet, so they are here whatever the step's shape."""
         self._tables = torch.zeros((rows, most_blocks), dtype=torch.int32, device=device)
         self._cells = [
             Layout({"at": ("i8", size), "blocks": ("i4", size)}) for size in _CELLS

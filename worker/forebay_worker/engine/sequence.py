@@ -147,13 +147,15 @@ class Sequence:
         first = max(self.num_computed, self.num_scored)
         return range(first, min(self.num_computed + num_new, self.num_prompt - 1))
 
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be sampled now: what would end it before min_tokens, and bad words."""
+    def banned_ids(self, pending: int = 0) -> tuple[int, ...]:
+        """Ids that must not be sampled now: what would end it before min_tokens, and bad words.
+        `pending` tokens are on their way, which bad words know nothing of."""
         sampling = self.sampling
-        if self.num_output >= sampling.min_tokens and not sampling.bad_words:
+        early = self.num_output + pending < sampling.min_tokens
+        if not early and not sampling.bad_words:
             return ()
-        early = self.stop_ids if self.num_output < sampling.min_tokens else ()
-        return (*early, *(word[-1] for word in sampling.bad_words if self._nearly_said(word)))
+        ends = self.stop_ids if early else ()
+        return (*ends, *(word[-1] for word in sampling.bad_words if self._nearly_said(word)))
 
     def _nearly_said(self, word: tuple[int, ...]) -> bool:
         """Whether the output ends with all of `word` but its last token."""
