@@ -15,6 +15,7 @@ from forebay_gateway.api.openai.tools import (
     FunctionDefinition,
     NamedFunction,
     NamedToolChoice,
+    ReadTool,
     ToolDefinition,
     read_tool,
 )
@@ -54,7 +55,7 @@ def tool_choice(choice: ToolChoice) -> str | NamedToolChoice:
             )
 
 
-def _definition(tool: Tool, at: str) -> ToolDefinition:
+def _definition(tool: Tool, at: str) -> ReadTool:
     description, schema = tool.description, tool.input_schema
     if tool.type not in (None, "custom"):
         known = client_tool(tool.type)
@@ -73,9 +74,9 @@ def _definition(tool: Tool, at: str) -> ToolDefinition:
         )
     examples = {"examples": tool.input_examples} if tool.input_examples else {}
     function = FunctionDefinition(tool.name, description, schema | examples, tool.strict)
-    definition = ToolDefinition("function", function)
-    read_tool(definition, at)  # its place among those that are shown may be another one
-    return definition
+    # Read here: its place among those that are shown may be another one.
+    read = read_tool(ToolDefinition("function", function), at)
+    return ReadTool("function", function, tool=read)
 
 
 def _referred(messages: Sequence[Message]) -> Iterator[str]:

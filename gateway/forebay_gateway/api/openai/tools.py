@@ -34,6 +34,12 @@ class ToolDefinition(msgspec.Struct, frozen=True):
     function: FunctionDefinition | None = None
 
 
+class ReadTool(ToolDefinition, frozen=True, kw_only=True):
+    """One that another dialect has read, at the place where its client wrote it."""
+
+    tool: Tool
+
+
 class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
@@ -156,6 +162,8 @@ def _distinct(given: Sequence[T], read: Callable[[T, str], Tool], at: str) -> tu
 
 def read_tool(definition: ToolDefinition, at: str) -> Tool:
     """Raises InvalidRequestError that names the field, as one of what is at `at`."""
+    if isinstance(definition, ReadTool):
+        return definition.tool
     if definition.type != "function":
         raise UnsupportedError(f"{at}.type must be function.", param=f"{at}.type")
     if definition.function is None:
