@@ -171,13 +171,12 @@ class CheckedTransport(httpx2.HTTPTransport):
         return response
 
 
-class _CheckedStream(httpx2.SyncByteStream):
-    """One event stream. What was cut off, by client or server, promises nothing."""
+class _Checked(httpx2.SyncByteStream):
+    """A stream that is looked at when it is closed. What was cut off, by client or server, promises
+    nothing."""
 
-    def __init__(self, stream: httpx2.SyncByteStream, asked: dict, chat: bool) -> None:
+    def __init__(self, stream: httpx2.SyncByteStream) -> None:
         self._stream = stream
-        self._asked = asked
-        self._chat = chat
         self._raw = b""
 
     def __iter__(self) -> Iterator[bytes]:
@@ -187,6 +186,21 @@ class _CheckedStream(httpx2.SyncByteStream):
 
     def close(self) -> None:
         self._stream.close()
+        self.check()
+
+    def check(self) -> None:
+        raise NotImplementedError
+
+
+class _CheckedStream(_Checked):
+    """One event stream."""
+
+    def __init__(self, stream: httpx2.SyncByteStream, asked: dict, chat: bool) -> None:
+        super().__init__(stream)
+        self._asked = asked
+        self._chat = chat
+
+    def check(self) -> None:
         last = self._raw.rpartition(b"data: ")[2]
         if last == b"[DONE]\n\n" or last.startswith(b'{"error"'):
             check_stream(
@@ -198,21 +212,14 @@ class _CheckedStream(httpx2.SyncByteStream):
             )
 
 
-class _CheckedResponse(httpx2.SyncByteStream):
+class _CheckedResponse(_Checked):
     """The event stream of a response; `whole` when it was read from its first event on."""
 
     def __init__(self, stream: httpx2.SyncByteStream, *, whole: bool) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._whole = whole
-        self._raw = b""
 
-    def __iter__(self) -> Iterator[bytes]:
-        for part in self._stream:
-            self._raw += part
-            yield part
-
-    def close(self) -> None:
-        self._stream.close()
+    def check(self) -> None:
         last = self._raw.rstrip(b"\n").rpartition(b"\n\n")[2]
         if self._whole and last.startswith(response_transcripts.LAST):
             background = b'"type":"response.queued"' in self._raw

@@ -116,7 +116,7 @@ def test_an_end_or_a_stop_id_ends_the_answer_but_not_before_min_tokens() -> None
     ("submit", "code"),
     [
         (_submit([1] * 40_000), "context_length_exceeded"),
-        (_submit([]), "context_length_exceeded"),
+        (_submit([]), "invalid_value"),
         (_submit([1], temperature=9.0), "invalid_value"),
         (_submit([1], *map(SequenceStart, range(2000))), "overloaded"),
     ],

@@ -26,7 +26,6 @@ class DeepSeekV3Parser(MarkupParser):
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
         self._head: list[str] = []
-        self._value: JsonValue | None = None
 
     @classmethod
     def writes(cls, template: str) -> bool:
@@ -72,17 +71,11 @@ class DeepSeekV3Parser(MarkupParser):
         self._head.clear()
         self._raw.clear()
         self._out.start(name)
-        self._value = JsonValue()
+        self._json = JsonValue()
         return self._goto(self._in_arguments)
 
     def _in_arguments(self) -> bool:
-        value = self._value
-        assert value is not None
-        if not self._argue(value):
-            return False
-        self._value = None
-        self._out.end()
-        return self._goto(self._behind)
+        return self._argue() and self._goto(self._behind)
 
     def _behind(self) -> bool:
         """Behind the arguments: the fence, then the end of the call, or text."""
@@ -101,12 +94,12 @@ class DeepSeekV3Parser(MarkupParser):
         return self._goto(self._begin)
 
     def _abandon(self) -> None:
-        if self._value is not None:
+        if self._json is not None:
             self._out.end()
         self._out.say("".join([*self._raw, *self._head]))
         self._raw.clear()
         self._head.clear()
-        self._value = None
+        self._json = None
 
 
 def _name(head: str) -> str:

@@ -12,6 +12,8 @@ class MarkupParser(ToolParser):
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
         self._raw: list[str] = []
+        self._json: JsonValue | None = None
+        """The arguments of a call, while they are read."""
 
     def _space(self) -> str:
         """Takes white space. The character behind it, or "" when there is none yet."""
@@ -24,9 +26,16 @@ class MarkupParser(ToolParser):
         self._raw.append(self._text[self._at : self._at + length])
         self._at += length
 
-    def _argue(self, value: JsonValue) -> bool:
-        """Passes on what there is of a call's arguments; True when that was all, or broken."""
+    def _argue(self) -> bool:
+        """Passes on what there is of a call's arguments. True when that was all, or broken: then
+        the call has ended."""
+        value = self._json
+        assert value is not None
         end = value.feed(self._text, self._at)
         self._out.argue(self._text[self._at : end])
         self._at = end
-        return value.done or value.broken
+        if not (value.done or value.broken):
+            return False
+        self._json = None
+        self._out.end()
+        return True

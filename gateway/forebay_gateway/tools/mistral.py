@@ -24,7 +24,6 @@ class MistralParser(MarkupParser):
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__(tools)
         self._call: CallObject | None = None
-        self._value: JsonValue | None = None
         self._word: list[str] = []
         self._name = ""
         self._listed = False
@@ -100,7 +99,7 @@ class MistralParser(MarkupParser):
         if char == "{":
             self._out.start(self._name)
             self._raw.clear()
-            self._value = JsonValue()
+            self._json = JsonValue()
             return self._goto(self._in_arguments)
         if not char:
             return False
@@ -115,13 +114,7 @@ class MistralParser(MarkupParser):
         return self._leave(whole=False)
 
     def _in_arguments(self) -> bool:
-        value = self._value
-        assert value is not None
-        if not self._argue(value):
-            return False
-        self._value = None
-        self._out.end()
-        return self._leave(whole=True)
+        return self._argue() and self._leave(whole=True)
 
     def _leave(self, *, whole: bool) -> bool:
         if whole:
@@ -134,8 +127,8 @@ class MistralParser(MarkupParser):
             self._out.say("".join(self._raw))
         if self._call is not None:
             self._call.abandon()
-        if self._value is not None:
+        if self._json is not None:
             self._out.end()
         self._raw.clear()
         self._word.clear()
-        self._call = self._value = None
+        self._call = self._json = None

@@ -67,7 +67,7 @@ def sequences_of(submit: Submit, limits: Limits, arrived: float) -> list[Sequenc
     sampling.validate(limits.vocab_size)
     _check_support(sampling, limits)
     _check_terms(submit)
-    prompt = _prompt_of(submit, limits)
+    prompt = checked_prompt(submit.prompt, limits.vocab_size, limits.max_model_len)
     # A grammar's end is told by an end token, which then cannot be ignored.
     eos = () if sampling.ignore_eos and not sampling.grammar else limits.eos_token_ids
     stop_ids = frozenset(eos).union(sampling.stop_token_ids)
@@ -124,20 +124,6 @@ def _check_terms(submit: Submit) -> None:
         )
 
 
-def _prompt_of(submit: Submit, limits: Limits) -> list[int]:
-    """Its ids. Raises InvalidRequestError for none, or for more than leave room for an answer."""
-    prompt = checked_ids(submit.prompt, "prompt", limits.vocab_size)
-    if not prompt:
-        raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
-    if len(prompt) >= limits.max_model_len:
-        raise ContextLengthError(
-            f"This model's context holds {limits.max_model_len} tokens, prompt and output "
-            f"together; the prompt has {len(prompt)}.",
-            param="prompt",
-        )
-    return prompt
-
-
 def _check_choice(sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
     """With nothing left to choose from, every logit would be -inf."""
     allowed = sampling.allowed_token_ids
@@ -146,6 +132,21 @@ def _check_choice(sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
             "min_tokens needs an allowed token that does not end the output.",
             param="allowed_token_ids",
         )
+
+
+def checked_prompt(packed: bytes, vocab_size: int, max_model_len: int) -> list[int]:
+    """A prompt's ids off the wire. Raises InvalidRequestError for none, and ContextLengthError for
+    more than leave room for an answer."""
+    prompt = checked_ids(packed, "prompt", vocab_size)
+    if not prompt:
+        raise InvalidRequestError("The prompt must hold at least one token.", param="prompt")
+    if len(prompt) >= max_model_len:
+        raise ContextLengthError(
+            f"This model's context holds {max_model_len} tokens, prompt and output "
+            f"together; the prompt has {len(prompt)}.",
+            param="prompt",
+        )
+    return prompt
 
 
 def checked_ids(packed: bytes, name: str, vocab_size: int) -> list[int]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 from forebay_shared.errors import (
-    ContextLengthError,
     EngineError,
     ForebayError,
     InvalidRequestError,
@@ -38,7 +37,7 @@ from forebay_shared.settings import StartError, WorkerSettings
 from forebay_shared.wire import Delta, FinishReason, Submit, Usage, unpack_ids
 
 from forebay_worker.checkpoint import resolve
-from forebay_worker.engine.intake import checked_ids
+from forebay_worker.engine.intake import checked_ids, checked_prompt
 from forebay_worker.engines.adapters import adapter_paths, check_names, described
 from forebay_worker.engines.base import CacheLog
 from forebay_worker.engines.card import ModelFiles
@@ -223,12 +222,7 @@ class VllmEngine(TaskEngine):
         """The request, checked. Raises ForebayError for what the client is to see."""
         card = self._card
         submit.sampling.validate(card.vocab_size)
-        prompt = checked_ids(submit.prompt, "prompt", card.vocab_size)
-        if not prompt or len(prompt) >= card.max_model_len:
-            raise ContextLengthError(
-                f"The prompt must have between 1 and {card.max_model_len - 1} tokens.",
-                param="prompt",
-            )
+        prompt = checked_prompt(submit.prompt, card.vocab_size, card.max_model_len)
         for start in submit.starts:
             checked_ids(start.emitted, "emitted", card.vocab_size)
         return terms_of(submit, prompt, card.eos_token_ids)

@@ -3,21 +3,21 @@
 Everything that can be wrong with a request is found before any answer begins. It knows no route.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import msgspec
 from litestar.types import ASGIApp
 
-from forebay_gateway.api.anthropic.schema import (
-    CountRequest,
-    MessagesRequest,
-    decode_count,
-    decode_messages,
-)
+from forebay_gateway.api.anthropic.schema import CountRequest, decode_count, decode_messages
 from forebay_gateway.api.anthropic.translate import chat_request
 from forebay_gateway.api.anthropic.writer import MessageWriter
 from forebay_gateway.api.openai.schema import ChatRequest
 from forebay_gateway.api.openai.turns import Turns, new_id
 from forebay_gateway.api.respond import Answer
 from forebay_gateway.teams.caller import Caller
+
+R = TypeVar("R", bound=CountRequest)
 
 
 class OriginalCount(msgspec.Struct, frozen=True):
@@ -39,15 +39,9 @@ class MessagesService:
 
     async def create(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
         """The answer, ready to run. Raises ForebayError for what fails before it begins."""
-        size = len(body)
-
-        def read() -> tuple[MessagesRequest, ChatRequest]:
-            asked = decode_messages(body)
-            return asked, chat_request(asked)
-
-        asked, request = await self._turns.renderers.run(read, size)
+        asked, request = await self._read(body, decode_messages)
         turn = await self._turns.prepare(
-            request, answer_id=new_id("msg_"), caller=caller, size=size
+            request, answer_id=new_id("msg_"), caller=caller, size=len(body)
         )
         writer = MessageWriter(
             turn.job.request_id,
@@ -59,13 +53,18 @@ class MessagesService:
 
     async def count(self, body: bytes | bytearray, caller: Caller) -> ASGIApp:
         """The prompt's tokens, ready to be answered."""
-        size = len(body)
-
-        def read() -> tuple[CountRequest, ChatRequest]:
-            asked = decode_count(body)
-            return asked, chat_request(asked)
-
-        asked, request = await self._turns.renderers.run(read, size)
-        number = len((await self._turns.render(request, caller, size)).token_ids)
+        asked, request = await self._read(body, decode_count)
+        number = len((await self._turns.render(request, caller, len(body))).token_ids)
         original = OriginalCount(number) if asked.context_management else msgspec.UNSET
         return Answer(msgspec.json.encode(TokenCount(number, original)))
+
+    async def _read(
+        self, body: bytes | bytearray, decode: Callable[[bytes | bytearray], R]
+    ) -> tuple[R, ChatRequest]:
+        """What a body asks for, and the same as a chat request; in a thread where it is long."""
+
+        def read() -> tuple[R, ChatRequest]:
+            asked = decode(body)
+            return asked, chat_request(asked)
+
+        return await self._turns.renderers.run(read, len(body))

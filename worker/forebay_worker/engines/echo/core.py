@@ -10,7 +10,6 @@ from collections.abc import Callable
 from time import monotonic
 
 from forebay_shared.errors import (
-    ContextLengthError,
     DeadlineError,
     EngineError,
     ForebayError,
@@ -31,7 +30,7 @@ from forebay_shared.wire import (
 
 from forebay_worker.engine import replies
 from forebay_worker.engine.cache_log import CacheLog
-from forebay_worker.engine.intake import checked_ids
+from forebay_worker.engine.intake import checked_prompt
 from forebay_worker.engine.ports import Event, Recorder
 from forebay_worker.engines.echo.cache import EchoCache
 from forebay_worker.engines.echo.model import CAPITALS, SPACE
@@ -166,12 +165,7 @@ class EchoCore:
         if CAP_GENERATE not in card.capabilities:
             raise UnsupportedError("This model makes embeddings only.")
         submit.sampling.validate(card.vocab_size)
-        prompt = checked_ids(submit.prompt, "prompt", card.vocab_size)
-        if not prompt or len(prompt) >= card.max_model_len:
-            raise ContextLengthError(
-                f"The prompt must have between 1 and {card.max_model_len - 1} tokens.",
-                param="prompt",
-            )
+        prompt = checked_prompt(submit.prompt, card.vocab_size, card.max_model_len)
         if len(self._waiting) + len(submit.starts) > self._settings.max_num_queued_reqs:
             raise OverloadedError("The worker's queue is full. Please retry.")
         return [
