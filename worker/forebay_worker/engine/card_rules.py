@@ -97,10 +97,8 @@ class Rules:
         """Of the ids that both the client and the grammar's mask allow; none where all are."""
         if mask is None:
             return _NO_WORDS if self._allowed is None else self._allowed
-        octets = np.zeros(8 * bits_size(self._vocab), np.uint8)
-        known = np.frombuffer(mask, np.uint8)[: len(octets)]
-        octets[: len(known)] = known
-        bits = octets.view(np.int64)
+        size = bits_size(self._vocab)
+        bits = np.frombuffer(mask.ljust(8 * size, b"\0"), np.int64, size)
         return bits if self._allowed is None else bits & self._allowed
 
 
