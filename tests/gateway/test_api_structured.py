@@ -198,3 +198,49 @@ def test_an_engine_without_grammars_refuses_them_by_name() -> None:
             error = api.chat(**{field: value}).json()["error"]
             assert (error["code"], error["param"]) == ("unsupported_parameter", field)
         assert api.chat(response_format={"type": "text"}).is_success
+
+
+ONE = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ({"propertyNames": ONE, "additionalProperties": ONE}, {"additionalProperties": ONE}),
+        ({"propertyNames": {"title": "Key", **ONE}}, {}),
+        ({"items": [{"propertyNames": True}, ONE]}, {"items": [{}, ONE]}),
+        ({"properties": {"format": {"format": "password"}}}, {"properties": {"format": {}}}),
+        (
+            {"anyOf": [ONE | {"format": "cuid2"}, {"type": "null"}]},
+            {"anyOf": [ONE, {"type": "null"}]},
+        ),
+        ({"$defs": {"é": {"uniqueItems": False}}}, {"$defs": {"é": {}}}),
+        ({"unevaluatedProperties": {}, "dependentRequired": {}}, {}),
+        ({"minItems": 2.0, "maxLength": 3.0}, {"minItems": 2, "maxLength": 3}),
+    ],
+)
+def test_what_asks_for_nothing_in_a_schema_is_left_out(api: Api, said: dict, left: dict) -> None:
+    """vercel/ai#20621, mastra#19273: zod writes propertyNames into the schema of every record."""
+    api.chat(**format_of({"name": "x", "schema": said}))
+    grammar = api.backend.jobs[-1].sampling.grammar
+    assert grammar is not None
+    assert json.dumps(json.loads(grammar.source)) == json.dumps(left)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"propertyNames": {"pattern": "^a"}},
+        {"propertyNames": {"type": "number"}},
+        {"format": "iri", "uniqueItems": True, "unevaluatedProperties": False},
+        {"const": {"format": "password", "propertyNames": True}, "minimum": 1.0},
+        {"enum": [{"uniqueItems": False}], "default": {"format": "x"}, "format": ["x"]},
+        {"dependentRequired": {"a": ["b"]}, "multipleOf": 0.01},
+    ],
+)
+def test_what_asks_for_something_stays_to_the_letter(api: Api, schema: dict) -> None:
+    text = json.dumps(schema, indent=3)
+    headers = {"content-type": "application/json"}
+    body = raw(f'"structured_outputs": {{"json": {text}}}')
+    assert api.http.post("/v1/chat/completions", content=body, headers=headers).is_success
+    assert api.backend.jobs[-1].sampling.grammar == Grammar("json_schema", text)

@@ -90,7 +90,7 @@ def test_only_calls_of_the_tools_by_their_schemas_are_allowed(parser: type[ToolP
         {"type": "array", "uniqueItems": True},
         {"type": "object", "propertyNames": {"pattern": "^a"}},
         {"not": {"type": "null"}},
-        {"type": "string", "format": "binary"},
+        {"type": "string", "format": "iri"},
         {"type": "string", "pattern": "^(?!x)\\b.*$"},
         {"items": {"oneOf": [{"type": "string"}, {"type": "string", "pattern": "a(?=b)"}]}},
     ],
@@ -109,6 +109,16 @@ def test_what_no_grammar_can_hold_to_is_an_error_of_strict_tools_alone(
     assert allows(loose, written(parser, ("f", {"n": 1})))
     assert not allows(loose, written(parser, ("f", {"n": "1"})))
     assert "cannot be used" in check(strict, TOKENIZER).error
+
+
+def test_what_asks_for_nothing_is_no_error_of_a_strict_tool() -> None:
+    record = {"type": "object", "propertyNames": {"type": "string"}, "minProperties": 1.0}
+    parameters = {"properties": {"a": record, "b": {"format": "binary"}}, "required": ["a"]}
+    tool = Tool("f", parameters=parameters, strict=True)
+    grammar = forced_grammar(HermesParser, [tool], several=False)
+    assert check(grammar, TOKENIZER).error == ""
+    assert allows(grammar, written(HermesParser, ("f", {"a": {"x": 1}})))
+    assert not allows(grammar, written(HermesParser, ("f", {"a": {}})))
 
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

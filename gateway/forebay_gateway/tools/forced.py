@@ -14,6 +14,7 @@ from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar
 from forebay_shared.template import Json
 
 from forebay_gateway.reasoning.base import ReasoningParser
+from forebay_gateway.schemas import plain
 from forebay_gateway.tools.base import Tool, ToolParser
 from forebay_gateway.tools.hermes import OPEN, HermesParser
 from forebay_gateway.tools.llama3_json import Llama3JsonParser
@@ -93,7 +94,7 @@ def _schema(tool: Tool) -> dict[str, Json]:
     """The tool's schema; what it does not name is left out, where it names all that it asks for.
     Keywords that no grammar can hold a model to are an error for a strict tool alone: hosts of
     tools write what they like."""
-    parameters = tool.parameters if tool.strict else _bearable(tool.parameters)
+    parameters = plain(tool.parameters) if tool.strict else _bearable(tool.parameters)
     schema: dict[str, Json] = {"type": "object", "properties": {}, **parameters}
     if _names_all(schema):
         schema.setdefault("additionalProperties", False)

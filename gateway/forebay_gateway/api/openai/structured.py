@@ -1,7 +1,8 @@
 """Structured output: `response_format` and `structured_outputs` become the grammar for an engine.
 
-A schema travels as the client's own text, so that its properties keep their order. Here is decided
-what is well-formed and of bearable size; what the schema means is the engine's to say. It knows no
+A schema travels as the client's own text, so that its properties keep their order; what asks for
+nothing is left out. Here is decided what is well-formed and of bearable size; what the schema means
+is the engine's to say. It knows no
 model and no Litestar.
 """
 
@@ -14,6 +15,7 @@ from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar
 from msgspec import Meta
 
 from forebay_gateway.api.decoding import null
+from forebay_gateway.schemas import plain_text
 
 MAX_SCHEMA_DEPTH = 100
 
@@ -155,7 +157,7 @@ def _schema(raw: msgspec.Raw, param: str) -> str:
         raise InvalidRequestError(
             f"{param} must not be nested deeper than {MAX_SCHEMA_DEPTH}.", param=param
         )
-    return source
+    return _text(plain_text(source), param)
 
 
 def _check_json(text: bytes, param: str) -> None:
