@@ -101,6 +101,7 @@ def _turns(settings: GatewaySettings, backend: Services) -> Turns:
         catalog,
         Interpreter(settings.tool_call_parser, settings.reasoning_parser),
         trusts_templates=settings.trust_request_chat_template,
+        signs_are_events=settings.stream_keep_alive == "event",
     )
 
 

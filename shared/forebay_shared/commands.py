@@ -136,6 +136,7 @@ _HTTP = (
     "max_concurrent_requests",
     "queue_timeout_s",
     "slow_client_timeout_s",
+    "stream_keep_alive",
     "protect_metrics",
     "allowed_origins",
     "trusted_proxy",

@@ -78,6 +78,10 @@ class GatewaySettings:
     slow_client_timeout_s: Annotated[
         float, Meta(gt=0, description="a client that does not read for so long is cut off")
     ] = 30.0
+    stream_keep_alive: Annotated[
+        Literal["comment", "event"],
+        Meta(description="what a stream says that is silent for 15 seconds"),
+    ] = "comment"
     prefix_index_bytes: Annotated[
         int, Meta(ge=0, description="memory for what the workers' prefix caches hold, in bytes")
     ] = 268_435_456

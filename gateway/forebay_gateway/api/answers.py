@@ -7,6 +7,7 @@ Both end the work when the client leaves. It knows no request fields, no model a
 import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 from forebay_shared.errors import BusError, ForebayError, OverloadedError
@@ -45,14 +46,15 @@ class Keeper(Protocol):
 
 
 class Writer(Protocol):
-    """One answer in a dialect's bytes. `running_usage`: every event wants the usage so far.
-    `sign_of_life` is what a silent stream says."""
-
-    @property
-    def sign_of_life(self) -> bytes: ...
+    """One answer in a dialect's bytes. `running_usage`: every event wants the usage so far."""
 
     @property
     def running_usage(self) -> bool: ...
+
+    def sign_of_life(self, *, as_event: bool) -> bytes:
+        """What a silent stream says now: an event that adds nothing, or a comment, where the
+        dialect has a choice."""
+        ...
 
     def opening(self, size: int, usage: Usage) -> bytes:
         """The events before any token of an answer with `size` choices. Of the usage only the
@@ -118,7 +120,8 @@ class StreamedAnswer:
     """An answer as server-sent events.
 
     `early_s` is how long errors are plain JSON, whatever they are, and longer while the request may
-    be refused for want of room; None: until the engine speaks.
+    be refused for want of room; None: until the engine speaks. `signs_are_events`: in silence there
+    come events, for clients that hear no comments.
     """
 
     def __init__(
@@ -128,7 +131,10 @@ class StreamedAnswer:
         open_streams: Gauge,
         early_s: float | None = EARLY_S,
         keeper: Keeper | None = None,
+        *,
+        signs_are_events: bool = False,
     ) -> None:
+        self._sign = partial(writer.sign_of_life, as_event=signs_are_events)
         self._transcript = transcript
         self._writer = writer
         self._keeper = keeper
@@ -136,7 +142,7 @@ class StreamedAnswer:
         self._early_s = early_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with EventStream(send, self._writer.sign_of_life) as stream:
+        async with EventStream(send, self._sign) as stream:
             await self._run(stream, receive)
 
     async def _run(self, stream: EventStream, receive: Receive) -> None:

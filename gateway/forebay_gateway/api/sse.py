@@ -5,6 +5,7 @@ back what is not marked as unbuffered, and cut what is silent for a minute. It k
 """
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +17,8 @@ from forebay_gateway.api.errors import Headers, envelope
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0
 COMMENT = b": keep-alive\n\n"
-"""What every parser skips: how a dialect without an event for it says that a stream lives."""
+"""What every parser skips: how a dialect without an event for it says that a stream lives, unless
+its clients are to see an event."""
 
 _HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -29,7 +31,7 @@ class EventStream:
     """Writes one event stream. `started` says that the status is out and errors must be events.
 
     Use it as an async context manager. While it is open and nothing was written for `keep_alive_s`,
-    it writes `sign`, which no client takes for an answer.
+    it writes what `sign` says then, which no client takes for an answer.
     """
 
     __slots__ = (
@@ -44,7 +46,10 @@ class EventStream:
     )
 
     def __init__(
-        self, send: Send, sign: bytes = COMMENT, keep_alive_s: float = KEEP_ALIVE_S
+        self,
+        send: Send,
+        sign: Callable[[], bytes] = lambda: COMMENT,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self._send = send
         self._sign = sign
@@ -87,9 +92,13 @@ class EventStream:
         due = self._written + self._keep_alive_s
         if self._loop.time() >= due:
             if self._signing is None or self._signing.done():
-                self._signing = self._loop.create_task(self.write(self._sign), name="keep-alive")
+                self._signing = self._loop.create_task(self._live(), name="keep-alive")
             due = self._loop.time() + self._keep_alive_s
         self._timer = self._loop.call_at(due, self._check)
+
+    async def _live(self) -> None:
+        """Signs may be numbered: what is said is made as it is sent."""
+        await self.write(self._sign())
 
     def _quiet(self) -> None:
         if self._timer is not None:

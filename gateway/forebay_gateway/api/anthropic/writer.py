@@ -23,7 +23,6 @@ class MessageWriter:
     of which none is ever applied."""
 
     running_usage = False
-    sign_of_life = _PING
 
     def __init__(
         self, answer_id: str, model: str, *, shows_thinking: bool = True, tells_edits: bool = False
@@ -36,6 +35,9 @@ class MessageWriter:
         self._kept: list[Block] = []
         self._ending = b'"stop_reason":null,"stop_sequence":null'
         self._edits = _NO_EDITS if tells_edits else b""
+
+    def sign_of_life(self, *, as_event: bool) -> bytes:
+        return _PING
 
     def opening(self, size: int, usage: Usage) -> bytes:
         message = b'%b,"content":[],%b,"usage":%b}' % (

@@ -108,7 +108,6 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True):
 class Shape(ABC):
     """What chat and text completions have in common: an `answers.Writer` of one answer."""
 
-    sign_of_life = sse.COMMENT
     chunk_object: ClassVar[str]
     whole_object: ClassVar[str]
 
@@ -119,6 +118,8 @@ class Shape(ABC):
         self._token_ids = extras.token_ids
         self._usage_fields = extras.usage_fields
         self._stops: dict[int, bytes] = {}
+        self._open: set[int] = set()
+        """The choices of a stream that have not ended."""
         self._head = b"data: " + self._opening(self.chunk_object) + b',"choices":['
         plain = extras.usage_fields is UsageFields.NEVER
         self._no_usage = b"" if plain else b',"usage":null'
@@ -136,7 +137,14 @@ class Shape(ABC):
     def running_usage(self) -> bool:
         return self._usage_fields is UsageFields.ALWAYS
 
+    def sign_of_life(self, *, as_event: bool) -> bytes:
+        """As an event: no text for a choice that has not ended."""
+        if not (as_event and self._open):
+            return sse.COMMENT
+        return self._event(min(self._open), self._empty(), b"null", b"null", None)
+
     def opening(self, size: int, usage: Usage) -> bytes:
+        self._open.update(range(size))
         shown = usage if self.running_usage else None
         return b"".join([self._first(index, shown) for index in range(size)])
 
@@ -182,6 +190,7 @@ class Shape(ABC):
             extra = b',"stop_reason":%b' % _stop_reason(update)
             if self._token_ids is not None:
                 extra += self._token_ids.end(update)
+            self._open.discard(update.index)
             events += self._event(update.index, self._empty(), b"null", reason, usage, extra)
         return events
 

@@ -77,10 +77,13 @@ class Turns:
         interpreter: Interpreter | None = None,
         *,
         trusts_templates: bool = False,
+        signs_are_events: bool = False,
     ) -> None:
-        """`trusts_templates`: a request may bring its own chat template."""
+        """`trusts_templates`: a request may bring its own chat template. `signs_are_events`: silent
+        streams say so in events."""
         self.backend = backend
         self._trusts_templates = trusts_templates
+        self._signs_are_events = signs_are_events
         self.renderers = renderers
         self.catalog = catalog
         self._interpreter = interpreter or Interpreter()
@@ -208,7 +211,14 @@ class Turns:
         # Without any worker a 503 may be the answer, however late: then no status goes out before.
         early_s = transcript.early_s if self.backend.roster.ready else None
         open_streams = self.backend.telemetry.http.open_streams
-        return StreamedAnswer(transcript, writer, open_streams, early_s, keeper)
+        return StreamedAnswer(
+            transcript,
+            writer,
+            open_streams,
+            early_s,
+            keeper,
+            signs_are_events=self._signs_are_events,
+        )
 
 
 def allowed(request: R, card: ModelCard, caller: Caller) -> R:

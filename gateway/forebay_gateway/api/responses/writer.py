@@ -30,7 +30,6 @@ class ResponseWriter:
     and `seals` are as the composer's."""
 
     running_usage = False
-    sign_of_life = COMMENT
 
     def __init__(
         self,
@@ -43,6 +42,10 @@ class ResponseWriter:
         self.response = response
         self._composer = Composer(response.id, logprobs, callees, seals=seals)
         self._cut = False
+
+    def sign_of_life(self, *, as_event: bool) -> bytes:
+        """OpenAI's own sign has a type that its SDKs do not know; this one is known to all."""
+        return self._lifecycle("in_progress") if as_event else COMMENT
 
     def opening(self, size: int, usage: Usage) -> bytes:
         return b"".join([*self.created(), *self.started()])
