@@ -19,7 +19,7 @@ from forebay_gateway.reasoning.registry import (
 )
 from forebay_gateway.speech import Speech
 from forebay_gateway.tools.base import ToolParser, ToolUse
-from forebay_gateway.tools.forced import forced_grammar, forced_parser
+from forebay_gateway.tools.forced import answer_or_calls, forced_grammar, forced_parser
 from forebay_gateway.tools.registry import check_tool_parser, tool_parser
 
 _TAIL = 16
@@ -27,7 +27,8 @@ _TAIL = 16
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """How the answers of one request are read. `grammar` forces calls, when it is given."""
+    """How the answers of one request are read. `grammar` forces calls, or allows them beside an
+    answer in JSON, when it is given."""
 
     vocabulary: Vocabulary
     reasoning: type[ReasoningParser] | None = None
@@ -66,10 +67,12 @@ class Interpreter:
         use: ToolUse | None,
         *,
         thinks: bool = True,
+        answer: Grammar | None = None,
     ) -> Reading:
-        """`thinks` is false when the answer cannot hold any thinking.
+        """`thinks` is false when the answer cannot hold any thinking; `answer` is what it is held
+        to. Where that is JSON, calls that the model may make are allowed in its place.
 
-        Raises InvalidRequestError when the tools are too large to be forced.
+        Raises InvalidRequestError when the tools are too large for a grammar.
         """
         reasoning = reasoning_parser(self._reasoning, renderer.template) if thinks else None
         opened = reasoning.opened(renderer.decode(prompt[-_TAIL:])) if reasoning else Opened.UNSAID
@@ -77,13 +80,14 @@ class Interpreter:
         if use is None:
             return reading
         family = tool_parser(self._tools, renderer.template)
-        if not use.forced:
+        is_json = answer is not None and answer.kind in ("json_schema", "json_object")
+        if not use.forced and not is_json:
             return msgspec.structs.replace(reading, tools=family, use=use)
         parser = forced_parser(family, renderer.vocabulary.special_texts)
-        grammar = forced_grammar(
-            parser,
-            use.forced,
-            several=not use.one_call,
-            reasoning=reasoning(opened) if reasoning else None,
-        )
+        several = not use.one_call
+        if use.forced or answer is None:
+            state = reasoning(opened) if reasoning else None
+            grammar = forced_grammar(parser, use.forced, several=several, reasoning=state)
+        else:
+            grammar = answer_or_calls(parser, use.tools, answer, several=several)
         return msgspec.structs.replace(reading, tools=parser, use=use, grammar=grammar)

@@ -29,6 +29,18 @@ RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPE
 GREEDY_TOP_P = 1e-7
 
 
+JSON_FORM: dict[str, str | bool] = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    "whitespace_pattern": r" ?|\r?\n(?: {0,40}|\t{0,10})",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+"""How the JSON of a schema is written, in llguidance's words: at most one space, or a line break
+with an indentation. Models that may write any white space fill their whole budget with it."""
+
+
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """A constraint on the text. `source` is a JSON schema, regex, Lark grammar or JSON list.
 

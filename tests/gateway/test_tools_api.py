@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from forebay_shared.models import CAP_GRAMMAR
+from forebay_shared.sampling import Grammar
 from gateway_fakes import MODEL, TEMPLATE, Api, Play, ScriptedBackend, running_api
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -288,6 +289,34 @@ def test_arguments_nested_as_deep_as_anybody_likes_are_part_of_the_history(
     whole(api, messages=[asked, {"role": "assistant", "content": None, "tool_calls": [call]}])
     shown = arguments if depth <= 100 else f'"{arguments}"'
     assert f"<tool_call>time a {shown}</tool_call>" in prompt_text(api)
+
+
+@pytest.mark.parametrize("format_", ["json_object", "json_schema"])
+def test_a_model_may_call_before_it_answers_by_a_schema(api: Api, format_: str) -> None:
+    """vllm#39929, openai-agents-python#3709, ollama#11037: agents send the schema of their last
+    answer with every turn, and never saw a call."""
+    schema = {"name": "city", "schema": {"type": "object", "properties": {"city": {}}}}
+    asked = {"tools": TOOLS, "response_format": {"type": format_, "json_schema": schema}}
+    call = '<tool_call>\n{"name": "time", "arguments": {"zone": "x"}}\n</tool_call>'
+    for text, found in (
+        (call, ("", [("time", '{"zone": "x"}')], "tool_calls")),
+        ('{"city": "Oslo"}', ('{"city": "Oslo"}', [], "stop")),
+    ):
+        says(api, text)
+        for answer in (whole(api, **asked), streamed(api, **asked)):
+            assert said(answer) == found
+        grammar = api.backend.jobs[-1].sampling.grammar
+        assert grammar is not None
+        assert (grammar.kind, grammar.field) == ("lark", "response_format")
+        assert "start: answer | call" in grammar.source
+    for fields in ({"tool_choice": "none"}, {"tools": []}):
+        whole(api, **asked | fields)
+        grammar = api.backend.jobs[-1].sampling.grammar
+        assert grammar is not None
+        assert grammar.kind == format_
+    choice = {"structured_outputs": {"choice": ["a"]}}
+    whole(api, tools=TOOLS, **choice)
+    assert api.backend.jobs[-1].sampling.grammar == Grammar("choice", '["a"]')
 
 
 def test_an_id_that_is_null_is_named(api: Api) -> None:

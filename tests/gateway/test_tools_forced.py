@@ -9,7 +9,7 @@ from forebay_gateway.reasoning.base import Opened
 from forebay_gateway.reasoning.registry import BUILT_IN as REASONING
 from forebay_gateway.speech import Speech
 from forebay_gateway.tools.base import Tool, ToolParser
-from forebay_gateway.tools.forced import forced_grammar, forced_parser
+from forebay_gateway.tools.forced import answer_or_calls, forced_grammar, forced_parser
 from forebay_gateway.tools.hermes import HermesParser
 from forebay_gateway.tools.llama3_json import Llama3JsonParser
 from forebay_gateway.tools.registry import BUILT_IN
@@ -82,6 +82,45 @@ def test_only_calls_of_the_tools_by_their_schemas_are_allowed(parser: type[ToolP
         ("other", {}),
     ]
     assert answer.text == ""
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ANSWERS = (Grammar("json_schema", json.dumps(CITY), field="text.format"), Grammar("json_object"))
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.kind)
+@pytest.mark.parametrize("parser", FORMS)
+def test_an_answer_that_is_held_to_a_schema_leaves_the_model_free_to_call(
+    parser: type[ToolParser], answer: Grammar
+) -> None:
+    one, more = (
+        answer_or_calls(parser, TOOLS, answer, several=several) for several in (False, True)
+    )
+    assert one.field == answer.field
+    call, calls = ("find", {"any": ["thing"]}), [("find", {"n": 1}), ("other", {})]
+    for text in ('{"city": "Oslo"}', '{\n  "city": "</tool_call>"\n}', written(parser, call)):
+        assert allows(one, text), text
+        assert allows(more, text), text
+    assert allows(more, written(parser, *calls))
+    for text in ("Sure!", "", written(parser, *calls), '{"city": 1}\n' + written(parser, call)):
+        assert not allows(one, text), text
+    if answer.kind == "json_schema":  # else any object is an answer, whatever it looks like
+        for text in ('{"city": 1}', written(parser, ("nobody", {})), written(parser, ("find", 1))):
+            assert not allows(more, text), text
+    found = Collected()
+    reader = parser(TOOLS)
+    found.add(reader.push(written(parser, *calls)) + reader.finish())
+    assert [(each.name, json.loads(each.arguments)) for each in found.calls] == calls
+    found = Collected()
+    reader = parser(TOOLS)
+    found.add(reader.push('{"city": "Oslo"}') + reader.finish())
+    assert (found.text, found.calls) == ('{"city": "Oslo"}', [])
+
+
+def test_what_is_wrong_with_the_schema_of_an_answer_is_not_laid_upon_the_tools() -> None:
+    bad = Grammar("json_schema", '{"type": "object", "not": {}}', field="response_format")
+    found = check(answer_or_calls(HermesParser, TOOLS, bad, several=True), TOKENIZER).error
+    assert found == "The JSON schema cannot be used: the keyword not is not supported."
 
 
 @pytest.mark.parametrize(

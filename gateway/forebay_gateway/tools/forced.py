@@ -1,16 +1,18 @@
-"""Grammars that force a tool call: the form of a family as Lark, arguments by the tool's schema.
+"""Grammars with tool calls: the form of a family as Lark, arguments by the tool's schema.
 
-Two forms do for all families: tagged (Hermes) and bare JSON (Llama 3). Markup made of control
-tokens, as Mistral and DeepSeek have it, cannot stand in a grammar over text; their models are held
-to bare JSON, which is read back by the parser of that form. It knows no engine.
+They force a call, or allow it in place of an answer that is held to a schema of its own. Two forms
+do for all families: tagged (Hermes) and bare JSON (Llama 3). Markup made of control tokens, as
+Mistral and DeepSeek have it, cannot stand in a grammar over text; their models are held to bare
+JSON, which is read back by the parser of that form. It knows no engine.
 """
 
 import json
 import re
 from collections.abc import Sequence
+from typing import cast
 
 from forebay_shared.errors import InvalidRequestError
-from forebay_shared.sampling import MAX_GRAMMAR_BYTES, Grammar
+from forebay_shared.sampling import JSON_FORM, MAX_GRAMMAR_BYTES, Grammar
 from forebay_shared.template import Json
 
 from forebay_gateway.reasoning.base import ReasoningParser
@@ -52,8 +54,7 @@ def forced_grammar(
     Raises InvalidRequestError when the tools are too large for a grammar.
     """
     tagged = parser is HermesParser
-    separator = "\n" if tagged else "; "
-    repeated = f" ({json.dumps(separator)} call)*" if several else ""
+    repeated = f" ({_separator(tagged=tagged)} call)*" if several else ""
     names = " | ".join(f"call{i}" for i in range(len(tools)))
     lines = [f"start: {_thinking(reasoning)}call{repeated}", f"call: {names}"]
     for i, tool in enumerate(tools):
@@ -62,13 +63,56 @@ def forced_grammar(
         lines.append(f"arguments{i}: %json {json.dumps(_schema(tool))}")
     if reasoning and reasoning.undecided:
         lines.append(f"thought[suffix={_literal(reasoning.end)}]: /(.|\\n)*/")
+    return _joined(lines, "tools", "when a call is required")
+
+
+def answer_or_calls(
+    parser: type[ToolParser], tools: Sequence[Tool], answer: Grammar, *, several: bool
+) -> Grammar:
+    """A grammar that allows an answer in JSON, by its own grammar, or calls of these tools.
+
+    What a call is called with may be any object, as where nothing holds the model. A bare call is
+    written as JSON of a schema: one that began with a literal of its own could not be told from an
+    answer in the middle of a word, and the lexer never looks back.
+
+    Raises InvalidRequestError when both are too large for a grammar.
+    """
+    tagged = parser is HermesParser
+    form: dict[str, Json] = {"x-guidance": {**JSON_FORM}}
+    said: dict[str, Json] = {"type": "object"}
+    if answer.kind == "json_schema":
+        said = cast("dict[str, Json]", json.loads(answer.source))
+    call: dict[str, Json] = {
+        "type": "object",
+        "properties": {
+            "name": {"enum": [tool.name for tool in tools]},
+            "arguments" if tagged else "parameters": {"type": "object"},
+        },
+        "required": ["name", "arguments" if tagged else "parameters"],
+        "additionalProperties": False,
+    }
+    around = '"<tool_call>\\n" object "\\n</tool_call>"' if tagged else "object"
+    repeated = f" ({_separator(tagged=tagged)} call)*" if several else ""
+    lines = [
+        f"start: answer | call{repeated}",
+        f"answer: %json {json.dumps(said | form)}",
+        f"call: {around}",
+        f"object: %json {json.dumps(call | form)}",
+    ]
+    return _joined(lines, answer.field, "together with the schema of the answer")
+
+
+def _joined(lines: Sequence[str], field: str, where: str) -> Grammar:
     source = "\n".join([*lines, ""])
     if len(source.encode()) > MAX_GRAMMAR_BYTES:
         raise InvalidRequestError(
-            f"tools may have at most {MAX_GRAMMAR_BYTES} bytes when a call is required.",
-            param="tools",
+            f"tools may have at most {MAX_GRAMMAR_BYTES} bytes {where}.", param="tools"
         )
-    return Grammar("lark", source, field="tools")
+    return Grammar("lark", source, field=field)
+
+
+def _separator(*, tagged: bool) -> str:
+    return _literal("\n" if tagged else "; ")
 
 
 def _around(name: str, *, tagged: bool) -> tuple[str, str]:

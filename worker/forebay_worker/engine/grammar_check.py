@@ -13,20 +13,20 @@ import resource
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING, cast
 
 import msgspec
-from forebay_shared.sampling import Grammar
+from forebay_shared.sampling import JSON_FORM, Grammar
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 CPU_S = 1.0
 MEMORY_BYTES = 1 << 30
 STACK_BYTES = 1 << 20
 READY = b"ready\n"
-
-# At most one space, or a line break with an indentation: models that may write any amount of
-# whitespace fill their whole budget with it.
-WHITESPACE = r" ?|\r?\n(?: {0,40}|\t{0,10})"
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,17 +77,9 @@ def translate(grammar: Grammar) -> str:
 
 
 def _json_grammar(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(
-        schema,
-        overrides={  # all of them, for a schema's x-guidance could set any that is left out
-            "item_separator": ",",
-            "key_separator": ":",
-            "whitespace_flexible": True,
-            "whitespace_pattern": WHITESPACE,
-            "coerce_one_of": False,
-            "lenient": False,
-        },
-    )
+    # All options are said, for a schema's x-guidance could set any that is left out.
+    options = cast("JsonCompileOptions", JSON_FORM)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
 def _regex(source: str) -> str:
@@ -153,8 +145,10 @@ _NAMES = {
 
 def explain(grammar: Grammar, error: str) -> str:
     """llguidance's message in plain words: it names the keyword, and quotes nothing else."""
-    if grammar.field == "tools":  # the gateway wrote it: its lines say nothing to a client
-        return f"The schema of a function cannot be used: {_reason(_PLACE.sub('', error))}."
+    if grammar.kind == "lark" and grammar.field != "structured_outputs":
+        # The gateway wrote it: its lines say nothing to a client.
+        name = "The schema of a function" if grammar.field == "tools" else _NAMES["json_schema"]
+        return f"{name} cannot be used: {_reason(_PLACE.sub('', error))}."
     return f"{_NAMES[grammar.kind]} cannot be used: {_reason(error)}."
 
 

@@ -116,7 +116,9 @@ class Turns:
             prompt_logprobs=params.prompt_logprobs(request, card),
         )
         thinks = sampling.grammar is None and options.kwargs.get("enable_thinking") is not False
-        reading = self._interpreter.reading(renderer, prompt, use, thinks=thinks)
+        reading = self._interpreter.reading(
+            renderer, prompt, use, thinks=thinks, answer=sampling.grammar
+        )
         if reading.grammar is not None:
             sampling = replace(sampling, grammar=reading.grammar)
         job = new_job(answer_id, request, card, prompt, sampling, caller)
