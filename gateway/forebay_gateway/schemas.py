@@ -41,31 +41,33 @@ _SUSPECT = re.compile(r'"(?:format|propertyNames|uniqueItems|unevaluated\w+|depe
 def plain_text(schema: str) -> str:
     """The text of a schema without what asks for nothing: as it came, where there is no such thing.
 
-    It is valid JSON, and nested no deeper than the stack bears.
+    It is an object in valid JSON, nested no deeper than the stack bears.
     """
     if not _SUSPECT.search(schema):
         return schema
-    given = cast("Json", json.loads(schema))
+    given = cast("dict[str, Json]", json.loads(schema))
     plainer = json.dumps(plain(given))
     return schema if plainer == json.dumps(given) else plainer
 
 
-def plain(schema: Json) -> Json:
+def plain(schema: dict[str, Json]) -> dict[str, Json]:
     """The same of a schema that was read."""
-    if not isinstance(schema, dict):
-        return schema
     return {
         name: _value(name, value) for name, value in schema.items() if not _is_idle(name, value)
     }
+
+
+def _inner(schema: Json) -> Json:
+    return plain(schema) if isinstance(schema, dict) else schema
 
 
 def _value(name: str, value: Json) -> Json:
     if name in _COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)
     if name in _OF_SCHEMAS and isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: _inner(each) for key, each in value.items()}
     if name in _SCHEMAS:
-        return [plain(each) for each in value] if isinstance(value, list) else plain(value)
+        return [_inner(each) for each in value] if isinstance(value, list) else _inner(value)
     return value
 
 
