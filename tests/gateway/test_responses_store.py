@@ -1,14 +1,16 @@
 """What is kept of responses, for how long, for whom; conversations; responses in the background."""
 
+import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import httpx
 import openai
 import pytest
 from forebay_gateway.api.responses import runs, store
-from forebay_shared.errors import RateLimitError
+from forebay_shared.errors import EngineError, RateLimitError
 from forebay_shared.settings import GatewaySettings, Secret
 from gateway_fakes import ANSWER, MODEL, Api, Play, ScriptedGeneration, wait_until
 from patience import PATIENCE_S
@@ -363,6 +365,66 @@ def test_so_many_run_at_once_and_no_more(redis_url: str) -> None:
         assert int(team.headers["retry-after"]) >= 1
         other.http.post(f"{RESPONSES}/{made[0]}/cancel")
         assert plain(other, background=True)["status"] == "queued"
+
+
+@pytest.fixture
+def beats(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the store has answered, by response, whether it is still to run: all the time."""
+    found, beat = Counter[str](), store.ResponseStore.beat
+
+    async def counted(self: store.ResponseStore, team: str, id_: str, *rest: str) -> bool:
+        answer = await beat(self, team, id_, *rest)
+        found[id_] += 1
+        return answer
+
+    monkeypatch.setattr(runs, "BEAT_S", 0.01)
+    monkeypatch.setattr(store.ResponseStore, "beat", counted)
+    return found
+
+
+def ends_when_cancelled(api: Api, id_: str) -> None:
+    before = len(api.backend.cancelled)
+    api.http.post(f"{RESPONSES}/{id_}/cancel")
+    wait_until(lambda: len(api.backend.cancelled) > before, "the work ends")
+
+
+def test_one_that_is_not_stored_yet_is_not_taken_for_ended(
+    api: Api, beats: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless(api)
+    first, begin = plain(api, background=True), store.ResponseStore.begin
+
+    async def late(self: store.ResponseStore, team: str, id_: str, *rest: object) -> None:
+        while not beats[id_]:  # noqa: ASYNC110  it is a count
+            await asyncio.sleep(0.001)
+        await begin(self, team, id_, *rest)
+
+    monkeypatch.setattr(store.ResponseStore, "begin", late)
+    second = plain(api, background=True)
+    wait_until(lambda: status(api, second["id"]) == "in_progress", "it runs")
+    for made in (first, second):
+        ends_when_cancelled(api, made["id"])
+
+
+def test_one_that_has_just_failed_is_not_stopped_once_more(
+    api: Api, beats: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless(api)
+    first, settle = plain(api, background=True), store.ResponseStore.settle
+
+    async def slow(self: store.ResponseStore, team: str, id_: str, *rest: object) -> bool:
+        done, before = await settle(self, team, id_, *rest), beats[id_]
+        while beats[id_] < before + 2:  # noqa: ASYNC110  the second is asked for after the end
+            await asyncio.sleep(0.001)
+        return done
+
+    monkeypatch.setattr(store.ResponseStore, "settle", slow)
+    api.backend.script = lambda job, index: Play([], error=EngineError("no"))
+    failed = plain(api, background=True)
+    wait_until(lambda: status(api, failed["id"]) == "failed", "it fails")
+    alone = "forebay_background_responses 1.0"
+    wait_until(lambda: alone in api.http.get("/metrics").text, "it is over")
+    ends_when_cancelled(api, first["id"])
 
 
 def test_a_gateway_that_dies_leaves_a_failed_response(

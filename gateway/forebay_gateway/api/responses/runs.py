@@ -53,12 +53,14 @@ class _Run:
         self.event_bytes = 0
         self.told = 0
         self.interrupt = asyncio.timeout(None)
+        self.works = False
+        """Its task is within the interrupt: it may be stopped."""
         self.stopped = False
         self.news = asyncio.Event()
 
     def stop(self) -> None:
         """Ends the work: nobody wants it any more."""
-        if not self.stopped:
+        if self.works and not self.stopped:
             self.stopped = True
             self.interrupt.reschedule(0)
 
@@ -113,7 +115,11 @@ class BackgroundRuns:
     async def _work(self, run: _Run) -> None:
         try:
             async with run.interrupt:
-                await self._generate(run)
+                run.works = True
+                try:
+                    await self._generate(run)
+                finally:
+                    run.works = False
         except asyncio.CancelledError:
             gone = OverloadedError("The server was shut down while this response was running.")
             await shielded(self._fail(run, gone), FAREWELL_S)
@@ -196,8 +202,10 @@ class BackgroundRuns:
         self._watched = False
 
     async def _check(self, run: _Run) -> None:
+        """One that is not stored yet, or is being settled, is not there to be stopped."""
+        worked = run.works
         with contextlib.suppress(BusError):
-            if not await self._beat(run) and run.id in self._runs:
+            if not await self._beat(run) and worked:
                 run.stop()
 
     async def _beat(self, run: _Run) -> bool:
