@@ -34,6 +34,7 @@ class Nodes:
         """Calls whose node is not known now."""
         self._astray_since: float | None = None
         self._stale = asyncio.Event()
+        self._crash: BaseException | None = None
         self._gone_reconnects = 0
 
     @property
@@ -63,10 +64,13 @@ class Nodes:
         await asyncio.gather(*(pipe.drain() for pipe in self._pipes.values()))
 
     async def run(self) -> None:
-        """Keeps the pipes running until it is cancelled; then what is queued fails."""
+        """Keeps the pipes running until it is cancelled; then what is queued fails. Raises what one
+        of them crashed on: nothing would be sent to its node any more."""
         backoff = Backoff()
         try:
             while True:
+                if self._crash is not None:
+                    raise self._crash
                 try:
                     self._stale.clear()
                     await self._cluster.refresh()
@@ -104,7 +108,8 @@ class Nodes:
                 max_queued=self._max_queued,
                 stray=self._lose,
             )
-            self._tasks[node] = asyncio.create_task(pipe.run(), name="publisher.node")
+            task = self._tasks[node] = asyncio.create_task(pipe.run(), name="publisher.node")
+            task.add_done_callback(self._ended)
         waiting.sort(key=lambda call: call.since)
         for call in waiting:
             self.put(call)
@@ -115,6 +120,11 @@ class Nodes:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._stale.wait()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._crash = error
+            self._stale.set()
 
     async def _end(self, node: str) -> None:
         task = self._tasks.pop(node)

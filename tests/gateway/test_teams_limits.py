@@ -1,5 +1,6 @@
 """The limiter's scripts against a simple model of them, with a clock of the test's own."""
 
+import asyncio
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,11 +10,13 @@ from zoneinfo import ZoneInfo
 import pytest
 from forebay_gateway.teams.access import Access, Scope, Standing
 from forebay_gateway.teams.directory import Directory, decoded, encode
+from forebay_gateway.teams.limiter import Limiter
 from forebay_gateway.teams.outage import MOST, Allowance
 from forebay_gateway.teams.plan import Plan, limit_name, make_plan, window
 from forebay_gateway.teams.records import Budget, Key, Limits, Record, Team
 from forebay_shared import keys
 from forebay_shared.books import Hold, Rates, UsageRecord, admission, record_of, settlement
+from forebay_shared.bus import Publisher
 from forebay_shared.scripts import Script
 from forebay_shared.wire import Usage
 from hypothesis import given, settings
@@ -257,6 +260,18 @@ def test_an_outage_admits_no_more_than_was_left(
         scopes = [Scope("team", slots)]
         assert not allowance.admits(access, scopes, 1, {keys.slots("team:red"): 2})
         assert allowance.admits(access, scopes, 1, {keys.slots("team:red"): 1})
+
+
+async def test_a_client_that_leaves_while_redis_is_asked_is_no_outage() -> None:
+    limiter = Limiter(Publisher("unix:///none.sock"), Directory())
+    access = Access(Key(id="k"), Directory())
+    asking = asyncio.create_task(limiter.admit(access, UsageRecord(id="r"), 1, 1))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert not any(limiter.admissions.values())
+    assert limiter.unsettled == 1, "it may have been admitted all the same"
 
 
 def test_what_began_without_redis_is_reserved_whatever_the_limits_say(server: RedisServer) -> None:

@@ -5,13 +5,17 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import BusError
 from forebay_shared.lane import Lane
+from forebay_shared.nodes import Nodes
 from forebay_shared.packets import REPLY
+from forebay_shared.pipe import Call
+from forebay_shared.places import Cluster
 from forebay_shared.reader import Feed, Reader
 from forebay_shared.supervise import Supervisor
 from forebay_shared.wire import Accepted, Reply
@@ -260,6 +264,31 @@ async def test_a_lane_keeps_order_over_a_missing_stream_and_a_restart(
         await wait_until(lambda: "199" in one.seen)
         assert [*dict.fromkeys(one.seen)] == [str(number) for number in range(200)]
         assert not lost
+
+
+class OneNode:
+    """A cluster of one server, which has all keys."""
+
+    def __init__(self, url: str) -> None:
+        self.nodes = frozenset({url})
+        self._url = url
+
+    async def refresh(self) -> None: ...
+
+    def owner(self, key: str) -> str:
+        return self._url
+
+
+async def test_a_node_whose_task_crashes_ends_the_publisher_of_its_cluster(redis_url: str) -> None:
+    nodes = Nodes(cast(Cluster, OneNode(redis_url)), patience_s=PATIENCE_S, max_queued=10)
+    running = asyncio.create_task(nodes.run())
+    sound = Call(("SET", "fb:sound", "1", "PX", 60_000))
+    nodes.put(sound)
+    assert await sound.future == b"OK"
+    nodes.put(Call(("SET", "fb:unsound", "\ud800")))  # no bytes say it
+    with pytest.raises(UnicodeEncodeError):
+        async with asyncio.timeout(PATIENCE_S):
+            await running
 
 
 async def test_a_lane_gives_back_what_it_cannot_deliver(redis_url: str) -> None:

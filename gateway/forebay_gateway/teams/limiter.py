@@ -130,8 +130,9 @@ class Limiter:
             return self._without_redis(access, hold)
         try:
             answer = await self._ask(hold)
-        except BaseException:  # it may have been admitted all the same
-            self.admissions["unavailable", ""] += 1
+        except BaseException as error:  # it may have been admitted all the same
+            if isinstance(error, BusError):  # else its client has left
+                self.admissions["unavailable", ""] += 1
             given_up = record_of(hold, Usage(), "cancelled")
             self._enqueue(_Settlement(hold, given_up, known=True, only_held=True))
             raise
