@@ -150,6 +150,16 @@ async def test_a_lost_push_costs_a_second_and_a_redis_put_back_is_followed(
         await wait_until(lambda: len(teams.directory) == 0)
 
 
+async def test_bytes_that_are_no_text_are_a_record_that_cannot_be_read(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    records = {"organisation/beta": b'1 {"id":"beta"}', b"team/\xe9": b"2 {}", "team/x": b"3 \xe9"}
+    redis_server.client.hset(keys.directory(), mapping=records)
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        directory = backend.teams.directory
+        assert (len(directory), directory.unreadable) == (1, 2)
+
+
 async def test_records_are_written_together_and_only_at_the_expected_revision(
     redis_server: RedisServer, wait_until: WaitUntil
 ) -> None:

@@ -183,7 +183,8 @@ class DirectorySync:
             [page] = await ask(self._link, [scan], ROUND_TRIP_S)
             cursor, pairs = cast("tuple[bytes, list[bytes]]", page)
             for name, record in zip(pairs[::2], pairs[1::2], strict=True):
-                values[name.decode()] = record.decode()
+                # Bytes that are no text make one record unreadable, not this process end.
+                values[name.decode(errors="replace")] = record.decode(errors="replace")
             if cursor == b"0":
                 return values
 
