@@ -286,6 +286,20 @@ def test_a_body_that_is_no_json_object_is_a_400(api: Api, path: str, body: bytes
     refused(api.http.post(path, content=body, headers=JSON), 400)
 
 
+def test_a_body_that_is_no_json_is_told_where_without_what_stands_there(api: Api) -> None:
+    for body, place in (
+        (b'{"model": "secret\n"}', 17),
+        (b'{"model": "a",}', 14),
+        (b"{'model': 1}", 1),
+        (b'{"model": "\xff"}', 11),
+    ):
+        headers = {"content-type": "application/json"}
+        answer = api.http.post("/v1/chat/completions", content=body, headers=headers)
+        assert answer.status_code == 400
+        message = check_error(answer.content)["message"]
+        assert message == f"The body is not valid JSON in UTF-8: see byte {place}."
+
+
 def test_thousands_of_bad_items_give_one_small_error_without_the_input(api: Api) -> None:
     bad = [{"role": SECRET, "content": {SECRET: 1}}] * 1000
     response = api.chat(messages=bad)

@@ -39,12 +39,21 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
         if _NO_INTEGER.match(message) and (whole := _in_whole_numbers(body)) != body:
             return decode(decoder, whole)
         raise translate(message, decoder.type) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise InvalidRequestError("The body is not valid JSON in UTF-8.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"The body is not valid JSON in UTF-8{_place(error)}.") from None
     except RecursionError:
         raise InvalidRequestError("The body is nested too deep.") from None
 
 
+def _place(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
+    """Where a body is wrong, as far as the decoder tells; nothing of what stands there."""
+    if isinstance(error, UnicodeDecodeError):
+        return f": see byte {error.start}"
+    found = _BYTE.search(str(error))
+    return f": see byte {found.group(1)}" if found else ""
+
+
+_BYTE = re.compile(r"\(byte (\d+)\)$")
 _NO_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _FRACTION_OF_NOTHING = re.compile(rb'"(?:[^"\\]|\\.)*+"|(-?\d+)\.0+(?![\d.eE])')
 
