@@ -90,7 +90,8 @@ class GatewaySettings:
     ] = 30.0
     protect_metrics: Annotated[bool, Meta(description="ask for a key on /metrics too")] = False
     allowed_origins: Annotated[
-        tuple[str, ...], Meta(description="origin that browsers may call from; repeatable")
+        tuple[str, ...],
+        Meta(description="origin that browsers may call from, * for any; repeatable"),
     ] = ()
     usage_export: Annotated[
         tuple[Secret, ...],

@@ -146,6 +146,20 @@ def test_a_preflight_needs_no_key_and_only_an_exact_origin_may_come(api: Api) ->
         assert "access-control-allow-origin" not in answer.headers
 
 
+def test_pages_from_anywhere_may_call_where_that_is_configured() -> None:
+    settings = GatewaySettings(api_key=(Secret(KEY),), allowed_origins=("*",))
+    with running_api(settings=settings) as api:
+        for origin in (ORIGIN, "http://localhost:5173", "null"):
+            asked = {"origin": origin, "access-control-request-method": "POST"}
+            for answer in (
+                api.http.options(CHAT, headers=asked),
+                api.http.get("/v1/models", headers=asked),
+            ):
+                assert answer.headers["access-control-allow-origin"] == origin
+                assert answer.headers["vary"] == "origin"
+        assert "access-control-allow-origin" not in api.http.get("/v1/models").headers
+
+
 def test_errors_carry_cors_headers_too_and_none_go_out_when_cors_is_off(api: Api) -> None:
     answer = api.http.get("/v1/models", headers={"origin": ORIGIN, "authorization": ""})
     assert answer.status_code == 401

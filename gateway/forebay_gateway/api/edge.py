@@ -75,6 +75,7 @@ _EXPOSED = ", ".join(
     ]
 ).encode()
 """Headers that a page from another origin may read."""
+_ANY_ORIGIN = b"*"
 _PREFLIGHT: Headers = [
     (b"access-control-allow-methods", b"GET, POST, PUT, DELETE, OPTIONS"),
     (b"access-control-max-age", b"600"),
@@ -192,10 +193,14 @@ class Edge:
     def _preflight(self, headers: Mapping[bytes, bytes]) -> ASGIApp:
         """A browser asks before it sends a key, so this needs none; it reaches no route."""
         answer: Headers = [(b"allow", b"GET, HEAD, POST, PUT, DELETE, OPTIONS")]
-        if headers.get(b"origin") in self._origins:
+        if self._may_come(headers.get(b"origin")):
             wanted = headers.get(b"access-control-request-headers", b"authorization, content-type")
             answer += [*_PREFLIGHT, (b"access-control-allow-headers", wanted)]
         return Answer(b"", answer, status=204)
+
+    def _may_come(self, origin: bytes | None) -> bool:
+        """Whether pages from there may call: those that are configured, or all with a `*`."""
+        return origin is not None and (origin in self._origins or _ANY_ORIGIN in self._origins)
 
     def _extra_headers(self, scope: HTTPScope, headers: Mapping[bytes, bytes]) -> Headers:
         """The request's id, under the names that its dialect knows, and what CORS asks for."""
@@ -206,7 +211,7 @@ class Edge:
         origin = headers.get(b"origin")
         if self._origins:
             extra.append((b"vary", b"origin"))
-            if origin is not None and origin in self._origins:
+            if origin is not None and self._may_come(origin):
                 extra += [
                     (b"access-control-allow-origin", origin),
                     (b"access-control-expose-headers", _EXPOSED),
