@@ -166,6 +166,8 @@ def test_scores_are_cosines(http: httpx.Client) -> None:
         assert answer["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
     pairs = post(http, "/score", queries=["a", "b"], documents=["a", "a"]).json()
     assert [item["score"] for item in pairs["data"]] == pytest.approx([1, 0])
+    same = post(http, "/score", text_1="abcde", text_2=["abcde"] * 2 + ["aabbccdde"]).json()["data"]
+    assert max(item["score"] for item in same) <= 1, "rounding makes no more of it"
     for fields, param in (
         ({"text_1": ["a", "b"], "text_2": ["a"]}, "text_1"),
         ({"text_1": "a"}, "text_1"),

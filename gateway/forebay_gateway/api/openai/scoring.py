@@ -209,7 +209,8 @@ def _cosines(made: Made, number: int) -> list[float]:
     values = [floats(packed) for packed in made.vectors]
     left, right = values[:-number], values[-number:]
     partners = left * number if len(left) == 1 else left
-    return [sum(map(mul, one, other)) for one, other in zip(partners, right, strict=True)]
+    found = [sum(map(mul, one, other)) for one, other in zip(partners, right, strict=True)]
+    return [max(-1.0, min(cosine, 1.0)) for cosine in found]  # rounding would make 1.00000001
 
 
 def _scores(made: Made, answer_id: str, model: str, number: int) -> bytes:
