@@ -97,7 +97,7 @@ def test_an_answer_that_is_held_to_a_schema_leaves_the_model_free_to_call(
         answer_or_calls(parser, TOOLS, answer, several=several) for several in (False, True)
     )
     assert one.field == answer.field
-    call, calls = ("find", {"any": ["thing"]}), [("find", {"n": 1}), ("other", {})]
+    call, calls = ("find", {"text": "a", "n": 2}), [("find", {"n": 1}), ("other", {})]
     for text in ('{"city": "Oslo"}', '{\n  "city": "</tool_call>"\n}', written(parser, call)):
         assert allows(one, text), text
         assert allows(more, text), text
@@ -105,8 +105,9 @@ def test_an_answer_that_is_held_to_a_schema_leaves_the_model_free_to_call(
     for text in ("Sure!", "", written(parser, *calls), '{"city": 1}\n' + written(parser, call)):
         assert not allows(one, text), text
     if answer.kind == "json_schema":  # else any object is an answer, whatever it looks like
-        for text in ('{"city": 1}', written(parser, ("nobody", {})), written(parser, ("find", 1))):
-            assert not allows(more, text), text
+        assert not allows(more, '{"city": 1}')
+        for bad in (("nobody", {}), ("find", 1), ("find", {"n": "1"}), ("other", {"n": 1})):
+            assert not allows(more, written(parser, bad)), bad
     found = Collected()
     reader = parser(TOOLS)
     found.add(reader.push(written(parser, *calls)) + reader.finish())
@@ -115,6 +116,21 @@ def test_an_answer_that_is_held_to_a_schema_leaves_the_model_free_to_call(
     reader = parser(TOOLS)
     found.add(reader.push('{"city": "Oslo"}') + reader.finish())
     assert (found.text, found.calls) == ('{"city": "Oslo"}', [])
+
+
+@pytest.mark.parametrize("parser", FORMS)
+def test_what_no_grammar_can_hold_to_hinders_no_call_that_is_the_models_choice(
+    parser: type[ToolParser],
+) -> None:
+    tree = {"properties": {"n": {"$ref": "#"}}}
+    odd = {"properties": {"a": {"not": {}}, "b": {"pattern": "(?=x)"}}, "required": None}
+    large = {"properties": {f"p{i}": {"type": "null"} for i in range(9000)}}
+    for parameters in (tree, odd, large):
+        tools = [Tool("f", parameters=parameters, strict=True), *TOOLS]
+        grammar = answer_or_calls(parser, tools, ANSWERS[0], several=True)
+        assert not check(grammar, TOKENIZER).error
+        assert allows(grammar, written(parser, ("f", {})))
+        assert allows(grammar, '{"city": "Oslo"}')
 
 
 def test_what_is_wrong_with_the_schema_of_an_answer_is_not_laid_upon_the_tools() -> None:

@@ -14,6 +14,7 @@ from typing import cast
 from forebay_shared.errors import InvalidRequestError
 from forebay_shared.sampling import JSON_FORM, MAX_GRAMMAR_BYTES, Grammar
 from forebay_shared.template import Json
+from msgspec.structs import replace
 
 from forebay_gateway.reasoning.base import ReasoningParser
 from forebay_gateway.schemas import plain
@@ -32,6 +33,9 @@ _ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf", "if")
 """Keywords by which a schema names properties that are not its own."""
 _VALUES = ("const", "default", "enum", "examples")
 """Keywords that hold values and no schemas."""
+_DEFINITIONS = ("$defs", "definitions")
+_OF_DEFINITIONS = re.compile(r"#/(?:\$defs|definitions)/")
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 _LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 
 
@@ -71,35 +75,57 @@ def answer_or_calls(
 ) -> Grammar:
     """A grammar that allows an answer in JSON, by its own grammar, or calls of these tools.
 
-    What a call is called with may be any object, as where nothing holds the model. A bare call is
-    written as JSON of a schema: one that began with a literal of its own could not be told from an
-    answer in the middle of a word, and the lexer never looks back.
+    Both are written as JSON of a schema: a call that began with a literal of its own could not be
+    told from an answer in the middle of a word, and the lexer never looks back. The model chooses
+    to call, so nobody is refused for tools that are many: then only their names are held to.
 
-    Raises InvalidRequestError when both are too large for a grammar.
+    Raises InvalidRequestError when both are too large for a grammar even so.
     """
     tagged = parser is HermesParser
-    form: dict[str, Json] = {"x-guidance": {**JSON_FORM}}
-    said: dict[str, Json] = {"type": "object"}
-    if answer.kind == "json_schema":
-        said = cast("dict[str, Json]", json.loads(answer.source))
-    call: dict[str, Json] = {
-        "type": "object",
-        "properties": {
-            "name": {"enum": [tool.name for tool in tools]},
-            "arguments" if tagged else "parameters": {"type": "object"},
-        },
-        "required": ["name", "arguments" if tagged else "parameters"],
-        "additionalProperties": False,
-    }
+    given = "arguments" if tagged else "parameters"
     around = '"<tool_call>\\n" object "\\n</tool_call>"' if tagged else "object"
     repeated = f" ({_separator(tagged=tagged)} call)*" if several else ""
     lines = [
         f"start: answer | call{repeated}",
-        f"answer: %json {json.dumps(said | form)}",
+        f"answer: %json {json.dumps(_answer(answer))}",
         f"call: {around}",
-        f"object: %json {json.dumps(call | form)}",
     ]
+    calls = [_call([tool], given, _nested(tool)) for tool in tools]
+    if len("".join([*lines, *calls])) > MAX_GRAMMAR_BYTES * 3 // 4:
+        calls = [_call(tools, given, {"type": "object"})]
+    lines.append("object: " + " | ".join(f"object{i}" for i in range(len(calls))))
+    lines += [f"object{i}: %json {call}" for i, call in enumerate(calls)]
     return _joined(lines, answer.field, "together with the schema of the answer")
+
+
+def _answer(answer: Grammar) -> dict[str, Json]:
+    said: dict[str, Json] = {"type": "object"}
+    if answer.kind == "json_schema":
+        said = cast("dict[str, Json]", json.loads(answer.source))
+    return {**said, "x-guidance": {**JSON_FORM}}
+
+
+def _call(tools: Sequence[Tool], given: str, arguments: dict[str, Json]) -> str:
+    """The schema of a whole call of one of the tools, as text; with the definitions of its
+    arguments at its root, where their references look for them."""
+    inner = {name: value for name, value in arguments.items() if name not in _DEFINITIONS}
+    schema: dict[str, Json] = {
+        "type": "object",
+        "properties": {"name": {"enum": [tool.name for tool in tools]}, given: inner},
+        "required": ["name", given],
+        "additionalProperties": False,
+        **{name: arguments[name] for name in _DEFINITIONS if name in arguments},
+        "x-guidance": {**JSON_FORM, "lenient": True},
+    }
+    return json.dumps(schema)
+
+
+def _nested(tool: Tool) -> dict[str, Json]:
+    """The schema of a tool's arguments for inside of another; that of any object, where it refers
+    to itself by its root."""
+    schema = _without_form(replace(tool, strict=False))
+    references = _REFERENCE.findall(json.dumps(schema))
+    return schema if all(map(_OF_DEFINITIONS.match, references)) else {"type": "object"}
 
 
 def _joined(lines: Sequence[str], field: str, where: str) -> Grammar:
@@ -138,11 +164,15 @@ def _schema(tool: Tool) -> dict[str, Json]:
     """The tool's schema; what it does not name is left out, where it names all that it asks for.
     Keywords that no grammar can hold a model to are an error for a strict tool alone: hosts of
     tools write what they like."""
+    return {**_without_form(tool), "x-guidance": {**_SPELLING, "lenient": not tool.strict}}
+
+
+def _without_form(tool: Tool) -> dict[str, Json]:
     parameters = plain(tool.parameters) if tool.strict else _bearable(tool.parameters)
     schema: dict[str, Json] = {"type": "object", "properties": {}, **parameters}
     if _names_all(schema):
         schema.setdefault("additionalProperties", False)
-    return {**schema, "x-guidance": {**_SPELLING, "lenient": not tool.strict}}
+    return schema
 
 
 def _names_all(schema: dict[str, Json]) -> bool:
