@@ -16,7 +16,7 @@ from forebay_gateway.backend import Backend
 from forebay_gateway.jobs import Job
 from forebay_gateway.teams import limiter
 from forebay_gateway.teams.bookkeeper import Bookkeeper
-from forebay_gateway.teams.books import Query, days_between, fold, money, report
+from forebay_gateway.teams.books import Query, Report, days_between, fold, money
 from forebay_gateway.teams.caller import Caller
 from forebay_gateway.teams.records import Budget, Entry, Limits, Model, Price, Team
 from forebay_gateway.teams.secrets import split
@@ -428,7 +428,10 @@ def test_reports_add_up_however_the_records_were_folded(
     first, last = days_between("2023-11-01", "2023-12-31", date(2023, 12, 1))
     for by in (("team",), ("day", "model"), ("hour",), ()):
         query = Query(first=first, last=last, by=by)
-        rows = report(query, [books[name] for name in query.books() if name in books])
+        report = Report(query)
+        for name in query.books():
+            report.add(books.get(name, {}).items())
+        rows = report.rows()
         assert sum(row["output_tokens"] for row in rows) == sum(
             record.output_tokens for record in given_records
         )
@@ -437,6 +440,35 @@ def test_reports_add_up_however_the_records_were_folded(
             record.outcome != "completed" for record in given_records
         )
     assert all(cell.name.count("\x1f") == 6 for cell in fold(given_records))
+
+
+async def test_a_report_of_large_books_holds_nobody_up(
+    redis_server: RedisServer, wait_until: WaitUntil
+) -> None:
+    day = date(2026, 11, 5)
+    at = datetime(2026, 11, 5, 12, tzinfo=UTC).timestamp()
+    made = [
+        UsageRecord(id="r", at=at, team="red", key=f"{number:012x}", input_tokens=3)
+        for number in range(20_000)
+    ]
+    book = keys.book_of_days("2026-11")
+    fields = {
+        f"{cell.name}\t{number}": amount
+        for cell, figures in fold(made).items()
+        if cell.book == book
+        for number, amount in enumerate(figures, 1)
+    }
+    redis_server.client.hset(book, mapping=fields)
+    query = Query(first=day, last=day, by=("team",))
+    async with gateways(redis_server.url, 1, wait_until) as [backend]:
+        reporting = asyncio.create_task(backend.teams.bookkeeper.report(query))
+        turns = 0
+        while not reporting.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        [row] = reporting.result()
+    assert (row["team"], row["requests"], row["input_tokens"]) == ("red", 20_000, 60_000)
+    assert turns > 20  # a few, had they been summed at one go
 
 
 def test_money_is_exact() -> None:

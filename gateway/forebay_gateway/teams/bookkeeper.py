@@ -6,6 +6,7 @@ moves with the sums in one atomic step, so two at once still count every record 
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from struct import Struct
 from typing import cast
 
@@ -40,6 +41,8 @@ GRACE_MS = 45_000
 """A request is late this long after its lease: its worker may still settle it."""
 KEEP_MS = 7 * 86_400_000
 """Records stay so long for export, once they are in the books."""
+REPORTS = 2
+"""Made at once: anybody with a key may ask for one, and each reads whole books."""
 
 _FORGET_AT = Struct("<d")
 
@@ -58,6 +61,7 @@ class Bookkeeper:
         self._fold = Script("fold")
         self._forget_script = Script("forget")
         self._beat = Script("beat")
+        self._reporting = asyncio.Semaphore(REPORTS)
         self._sweep_at = self._trim_at = 0.0
         self.folded = 0
         self.lost = 0
@@ -85,9 +89,13 @@ class Bookkeeper:
     async def report(self, query: books.Query) -> list[dict[str, str | int]]:
         """Rows of the books. Raises InvalidRequestError, or one of LINK_ERRORS."""
         query.check()
-        async with reading(self._url) as link:
-            answers = await ask(link, [("HGETALL", book) for book in query.books()])
-        return books.report(query, [_book(cast("list[bytes]", answer)) for answer in answers])
+        report = books.Report(query)
+        async with self._reporting, reading(self._url) as link:
+            for name in query.books():
+                [answer] = await ask(link, [("HGETALL", name)])
+                if book := cast("list[bytes]", answer):
+                    await asyncio.to_thread(report.add, _fields(book))
+        return report.rows()
 
     async def records(self, after: str, count: int) -> list[Entry]:
         """Records behind an entry of their stream, oldest first, each with its entry's id."""
@@ -197,7 +205,7 @@ class Bookkeeper:
                 return
 
 
-def _book(pairs: list[bytes]) -> dict[str, int]:
-    return {
-        name.decode(): int(amount) for name, amount in zip(pairs[::2], pairs[1::2], strict=True)
-    }
+def _fields(pairs: list[bytes]) -> Iterator[tuple[str, int]]:
+    return (
+        (name.decode(), int(amount)) for name, amount in zip(pairs[::2], pairs[1::2], strict=True)
+    )
