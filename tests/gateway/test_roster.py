@@ -15,11 +15,12 @@ from forebay_gateway.roster import LEASE_S, SETTLE_S, Roster
 from forebay_shared import keys
 from forebay_shared.bus import Publisher
 from forebay_shared.errors import ModelNotFoundError, NoWorkerError
+from forebay_shared.exposition import snapshot
 from forebay_shared.models import ModelCard, content_hash
 from forebay_shared.reader import Reader
 from forebay_shared.settings import GatewaySettings, Secret
 from forebay_shared.supervise import Supervisor
-from forebay_shared.telemetry import GatewayMetrics
+from forebay_shared.telemetry import EngineMetrics, GatewayMetrics
 from forebay_shared.wire import Beacon, Farewell, Load
 from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry
@@ -310,3 +311,24 @@ async def test_one_scrape_shows_every_live_process_and_forgets_dead_ones(
             assert f'engine="{one.roster.workers[0]}",model_name="echo"' in text
             assert text.count("# TYPE forebay_workers gauge") == 1
             await wait_until(lambda: not client.sismember(keys.gateways(), "dead"))
+
+
+async def test_a_scrape_of_a_large_fleet_holds_nobody_up(
+    redis_url: str, session_redis: RedisServer
+) -> None:
+    registry, client = CollectorRegistry(), session_redis.client
+    EngineMetrics(registry, model_name="m", engine="w", max_model_len=100_000)
+    for number in range(100):
+        client.sadd(keys.gateways(), f"other-{number}")
+        client.set(keys.metrics(f"other-{number}"), snapshot(registry), ex=60)
+    async with backend(redis_url) as one:
+        async with asyncio.timeout(PATIENCE_S):
+            while not one.connected:  # noqa: ASYNC110  another task's doing
+                await asyncio.sleep(0.001)
+        scraping, turns = asyncio.create_task(one.metrics()), 0
+        while not scraping.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        text = scraping.result()
+    assert text.count('vllm:num_requests_running{engine="w",gateway="other-') == 100
+    assert turns > 20  # a few, had it been written at one go
