@@ -201,9 +201,11 @@ class CardOps:
         residual: Tensor,
         choice: Choice,
     ) -> Tensor:
-        """The same by an own kernel, which sums the squares up unless a bias comes after it."""
-        if bias is not None:
-            return choice.multiply(x, weight, residual, add=True).add_(bias)
+        """The same by an own kernel, which sums the squares of few rows up unless a bias comes
+        after it."""
+        if bias is not None or len(x) > MOST_ROWS:
+            choice.multiply(x, weight, residual, add=True)
+            return residual if bias is None else residual.add_(bias)
         tile = choice.config.tile_n
         squares = self._squares.get(tile)
         if squares is None:

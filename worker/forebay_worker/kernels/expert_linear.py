@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay_worker.kernels.fp8 import GROUP, Fp8, Numbers
-from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.overlap import let_next_in, overlaps, wait_for_inputs
 from forebay_worker.kernels.products import add_product, operand, scaled
 from forebay_worker.kernels.routing import Routing
 from forebay_worker.kernels.small_linear import MOST_ROWS
@@ -73,6 +73,7 @@ def _expert_linear_kernel(
     tile = tl.program_id(0) // across
     first = tl.program_id(0) % across * WIDTH
     wait_for_inputs(OVERLAP)
+    let_next_in(OVERLAP)
     if tile >= tl.load(count):
         return
     entry = tiles + tile * FIELDS
@@ -129,6 +130,7 @@ def _combine_kernel(
     inside = column < columns
     to = residual + row * stride_residual + column
     wait_for_inputs(OVERLAP)
+    let_next_in(OVERLAP)
     total = tl.zeros((COLUMNS,), tl.float32)
     for slot in tl.static_range(PER_TOKEN):
         pair = row * PER_TOKEN + slot

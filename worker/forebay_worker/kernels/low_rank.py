@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.overlap import let_next_in, overlaps, wait_for_inputs
 from forebay_worker.kernels.reference import LowRank
 
 _TILE_M, _TILE_N, _TILE_K = 16, 64, 128
@@ -39,6 +39,7 @@ def _shrink_kernel(
     first = each * slice_depth
     end = tl.minimum(first + slice_depth, depth)
     wait_for_inputs(OVERLAP)
+    let_next_in(OVERLAP)
     which = tl.load(adapters + row, mask=inside, other=-1)
     x_row = x + row[:, None].to(tl.int64) * stride_x
     acc = tl.zeros((TILE_M, RANK), tl.float32)
@@ -72,6 +73,7 @@ def _expand_kernel(
     first = tl.where(part == 0, 0, tl.where(part == 1, size_0, size_0 + size_1))
     inside, known = row < rows, column < size
     wait_for_inputs(OVERLAP)
+    let_next_in(OVERLAP)
     if tl.program_id(1) * TILE_N >= size:
         return
     which = tl.load(adapters + row, mask=inside, other=-1)

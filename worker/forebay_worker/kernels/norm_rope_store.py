@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay_worker.kernels.fp8 import LARGEST
-from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.overlap import let_next_in, overlaps, wait_for_inputs
 
 _HEADS = 4  # heads per program: 1 KB of bf16 at D = 128
 
@@ -55,6 +55,7 @@ def _norm_rope_store_kernel(
         q2 = tl.load(q_weight + half + D // 2).to(tl.float32)
         k1 = tl.load(k_weight + half).to(tl.float32)
         k2 = tl.load(k_weight + half + D // 2).to(tl.float32)
+    let_next_in(OVERLAP)
     wait_for_inputs(OVERLAP)
     raw1 = tl.load(source, mask=is_q | is_k | is_v, other=0.0)
     raw2 = tl.load(source + D // 2, mask=is_q | is_k | is_v, other=0.0)

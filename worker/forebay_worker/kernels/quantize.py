@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay_worker.kernels.fp8 import E4M3, LARGEST, LEAST, Fp8
-from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.overlap import let_next_in, overlaps, wait_for_inputs
 
 _PLAIN, _NORM, _GATE = 0, 1, 2
 
@@ -29,6 +29,7 @@ def _quantize_kernel(
     inside = column < columns
     source = x + row * stride_x + column
     wait_for_inputs(OVERLAP)
+    let_next_in(OVERLAP)
     raw = tl.load(source, mask=inside, other=0.0)
     y = raw.to(tl.float32)
     if KIND == 1:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.overlap import let_next_in, overlaps, wait_for_inputs
 
 
 @triton.jit
@@ -22,6 +22,7 @@ def _rms_norm_kernel(
     inside = column < hidden
     gain = tl.load(weight + column, mask=inside, other=0.0)
     wait_for_inputs(OVERLAP)
+    let_next_in(OVERLAP)
     value = tl.load(x + row * stride_x + column, mask=inside, other=0.0)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / hidden + eps)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.overlap import let_next_in, overlaps, wait_for_inputs
 
 _BLOCK = 4096  # pairs that a program counts or ranks at a time
 _FIELDS = 3  # of a tile: its expert, and where it begins and ends in `order`
@@ -55,6 +55,7 @@ def _choose_kernel(
     slot = tl.arange(0, SLOTS)
     inside = column < EXPERTS
     wait_for_inputs(OVERLAP)
+    let_next_in(OVERLAP)
     logit = tl.load(logits + row * stride_logits + column, mask=inside, other=float("-inf"))
     logit = logit.to(tl.float32)
     share = tl.where(inside, tl.exp(logit - tl.max(logit, 0)), 0.0)
@@ -98,6 +99,7 @@ def _sort_kernel(
     expert = tl.program_id(0)
     bin = tl.arange(0, BINS)
     wait_for_inputs(OVERLAP)
+    let_next_in(OVERLAP)
     counts = tl.zeros((BINS,), tl.int32)
     for first in tl.range(0, pairs, BLOCK):
         at = first + tl.arange(0, BLOCK)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay_worker.kernels.fp8 import Numbers
-from forebay_worker.kernels.overlap import wait_for_inputs
+from forebay_worker.kernels.overlap import let_next_in, wait_for_inputs
 from forebay_worker.kernels.products import operand, scaled
 from forebay_worker.kernels.small_linear import Norm, compiled, finish
 from forebay_worker.kernels.widen import widen
@@ -58,6 +58,7 @@ def _row_linear_kernel(
     inside = known[:, None] & (k < DEPTH)[None, :]
     w = tl.load(at, mask=inside, other=0.0)
     u = tl.load(up_at, mask=inside, other=0.0) if GATE else w
+    let_next_in(OVERLAP)
     wait_for_inputs(OVERLAP)
     acc = tl.zeros((TILE_N, TILE_K // GROUP), tl.float32)
     up = tl.zeros((TILE_N, TILE_K // GROUP), tl.float32)

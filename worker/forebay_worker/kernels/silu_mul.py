@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.overlap import let_next_in, overlaps, wait_for_inputs
 
 _COLUMNS = 1024  # per program: 128 threads with one 16-byte load of gate and one of up each
 
@@ -25,6 +25,7 @@ def _silu_mul_kernel(
     inside = column < columns
     source = gate_up + row * stride_in + column
     wait_for_inputs(OVERLAP)
+    let_next_in(OVERLAP)
     gate = tl.load(source, mask=inside, other=0.0)
     up = tl.load(source + columns, mask=inside, other=0.0)
     wide = gate.to(tl.float32)

@@ -2,10 +2,10 @@
 
     out[m, n] = sum over k of x[m, k] * weight[n, k]
 
-A decode step multiplies 1 to 64 rows by every weight, of e4m3 up to 128. The rows fill one tile,
-and the weight is cut along n and along k into enough programs to keep the whole card loading. The
-programs of an n tile leave float32 partial sums; the one that arrives last adds them in order, so
-the result does not depend on who that is.
+A decode step multiplies 2 to 64 rows by every weight, and up to 256 by some; with e4m3 up to 128.
+The rows fill one tile, and the weight is cut along n and along k into enough programs to keep the
+whole card loading. The programs of an n tile leave float32 partial sums; the one that arrives last
+adds them in order, so the result does not depend on who that is.
 
 What stands before and after a product in a layer is done on the way, since a launch alone costs
 some 2 us, as much as such a product:
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay_worker.kernels.fp8 import GROUP, Fp8, Numbers
-from forebay_worker.kernels.overlap import overlaps, wait_for_inputs
+from forebay_worker.kernels.overlap import let_next_in, overlaps, wait_for_inputs
 from forebay_worker.kernels.products import add_product, operand, scaled
 
 MOST_ROWS = 64
@@ -153,6 +153,7 @@ def _small_linear_kernel(
     up_row = w_row + columns.to(tl.int64) * stride_w
     of_acc = scales + column
     of_up = of_acc + columns
+    let_next_in(OVERLAP)
     wait_for_inputs(OVERLAP)
     scale = tl.zeros((M,), tl.float32)
     if X_SCALES:
@@ -219,8 +220,9 @@ def small_linear(
     add: bool = False,
     squares: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K] @ weight [N, K]^T into `out` [M, N], or [M, N / 2] with `gate`; M is at most 64,
-    with e4m3 on both sides 128; rows are contiguous. An x of e4m3 takes no `norm`.
+    """x [M, K] @ weight [N, K]^T into `out` [M, N], or [M, N / 2] with `gate`; rows are contiguous.
+    M is at most 64 with `norm` or `squares`; the config's tiles must have room for M. An x of e4m3
+    takes no `norm`.
 
     `add` adds to what is in `out`. `squares`, of `make_squares`, takes the sums of the outputs'
     squares. `scratch` is of this N and config, and of no launch that may run at the same time. For
