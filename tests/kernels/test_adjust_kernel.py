@@ -78,7 +78,9 @@ def test_all_that_rows_ask_is_what_the_twin_does(
         ([], [], [], bits([], vocab)),
     ]
     out = assert_as_the_twin(
-        logits, torch.zeros(1, device=device), adjustments(rows, [-1] * 6, device)
+        logits,
+        torch.zeros(1, dtype=torch.int64, device=device),
+        adjustments(rows, [-1] * 6, device),
     )
     assert torch.equal(out[0], logits[5].float())
     assert bool((out[5] == -math.inf).all())
