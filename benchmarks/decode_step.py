@@ -13,6 +13,7 @@ import csv
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from forebay_shared.sampling import SamplingParams
@@ -31,7 +32,7 @@ CONTEXT, REPLAYS = 1024, 64
 
 
 def make_runner(
-    model: str, graphs: bool = True, adapters: int = 0, rank: int = 16, **kinds: str
+    model: str, graphs: bool = True, adapters: int = 0, rank: int = 16, **kinds: Any
 ) -> CardRunner:
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)

@@ -76,7 +76,7 @@ MODELS = {
         "tie_word_embeddings": False,
     },
 }
-BATCHES = (1, 8, 32, 64, 128, 256)
+BATCHES = [1, 8, 32, 64, 128, 256]
 Prompt = list[int]
 
 
@@ -113,7 +113,8 @@ class Measured:
 class Bench:
     """One engine and the prompts that it is given."""
 
-    def __init__(self, model: str, settings: WorkerSettings) -> None:
+    def __init__(self, model: str, settings: WorkerSettings, batches: list[int]) -> None:
+        self._batches = batches
         with tempfile.TemporaryDirectory() as name:
             (Path(name) / "config.json").write_text(json.dumps(MODELS[model]))
             began = perf_counter()
@@ -127,7 +128,26 @@ class Bench:
 
     def run(self, prompts: list[Prompt], new: list[int], **asked: Any) -> float:
         """Seconds until all have their new tokens, greedily or as `asked`."""
-        submits = [
+        submits = self._submits(prompts, new, **asked)
+        self._recorder.steps, self._recorder.host_s = 0, 0.0
+        torch.cuda.synchronize()
+        began = perf_counter()
+        for each in submits:
+            self._core.submit(each, monotonic())
+        generated = self.drain()
+        seconds = perf_counter() - began
+        if generated != sum(new):
+            raise RuntimeError(f"{generated} tokens instead of {sum(new)}")
+        return seconds
+
+    def begin(self, prompts: list[Prompt], new: list[int], **asked: Any) -> None:
+        """Takes requests in; `steps` and `drain` go on with them."""
+        for each in self._submits(prompts, new, **asked):
+            self._core.submit(each, monotonic())
+
+    def _submits(self, prompts: list[Prompt], new: list[int], **asked: Any) -> list[Submit]:
+        self._serial += len(prompts)
+        return [
             Submit(
                 request_id=str(self._serial + at),
                 attempt=1,
@@ -140,31 +160,31 @@ class Bench:
             )
             for at, (prompt, count) in enumerate(zip(prompts, new, strict=True))
         ]
-        self._serial += len(prompts)
-        self._recorder.steps, self._recorder.host_s = 0, 0.0
-        torch.cuda.synchronize()
-        began = perf_counter()
-        for each in submits:
-            self._core.submit(each, monotonic())
+
+    def steps(self, count: int) -> int:
+        """So many steps of the engine; the tokens of the requests that ended in them."""
         generated = 0
-        while not self._core.idle:
+        for _ in range(count):
             self._core.step()
             for _, event in self._core.take_events():
                 if isinstance(event, Failed):
                     raise RuntimeError(event.message)
                 if isinstance(event, Done):
                     generated += event.usage.completion_tokens
-        seconds = perf_counter() - began
-        if generated != sum(new):
-            raise RuntimeError(f"{generated} tokens instead of {sum(new)}")
-        return seconds
+        return generated
+
+    def drain(self) -> int:
+        generated = 0
+        while not self._core.idle:
+            generated += self.steps(1)
+        return generated
 
     def measured(self, case: str, unit: str, value: float, seconds: float) -> Measured:
         host_us = self._recorder.host_s / max(1, self._recorder.steps) * 1e6
         return Measured(case, unit, round(value, 4), round(seconds, 4), round(host_us, 1))
 
     def decode(self) -> Iterator[Measured]:
-        for rows in BATCHES:
+        for rows in self._batches:
             yield self._step(f"decode {rows}", rows)
 
     def asked(self) -> Iterator[Measured]:
@@ -219,6 +239,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
     parser.add_argument("--cases", default="decode,prefill,mixed,many", help="or none: only start")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=BATCHES, help="rows of the decode case"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of each case; medians are written")
     parser.add_argument("--out", required=True, help="CSV file to write")
     parser.add_argument("--quantization", choices=["auto", "fp8"], default="auto")
@@ -239,7 +262,7 @@ def main() -> None:
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=False,
     )
-    bench = Bench(args.model, settings)
+    bench = Bench(args.model, settings, args.batches)
     collector.calm()  # as the worker does
     print("start", round(bench.start_s, 1), "s", flush=True)
     cases: dict[str, Callable[[], Iterator[Measured]]] = {
