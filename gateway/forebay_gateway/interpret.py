@@ -19,16 +19,22 @@ from forebay_gateway.reasoning.registry import (
 )
 from forebay_gateway.speech import Speech
 from forebay_gateway.tools.base import ToolParser, ToolUse
-from forebay_gateway.tools.forced import answer_or_calls, forced_grammar, forced_parser
+from forebay_gateway.tools.forced import (
+    answer_or_calls,
+    forced_grammar,
+    forced_parser,
+    thought_and_answer,
+)
 from forebay_gateway.tools.registry import check_tool_parser, tool_parser
 
+_JSON = ("json_schema", "json_object")
 _TAIL = 16
 """Tokens at the end of a prompt, enough for a tag and the space behind it."""
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """How the answers of one request are read. `grammar` forces calls, or allows them beside an
-    answer in JSON, when it is given."""
+    """How the answers of one request are read. `grammar`, when it is given, forces calls, or allows
+    them, and thinking, beside an answer in JSON."""
 
     vocabulary: Vocabulary
     reasoning: type[ReasoningParser] | None = None
@@ -70,24 +76,32 @@ class Interpreter:
         answer: Grammar | None = None,
     ) -> Reading:
         """`thinks` is false when the answer cannot hold any thinking; `answer` is what it is held
-        to. Where that is JSON, calls that the model may make are allowed in its place.
+        to. Where that is JSON, the model may think before, and calls that it may make are allowed
+        in its place; another constraint leaves no room for either.
 
         Raises InvalidRequestError when the tools are too large for a grammar.
         """
+        held = answer if answer is not None and answer.kind in _JSON else None
+        thinks = thinks and (answer is None or held is not None)
         reasoning = reasoning_parser(self._reasoning, renderer.template) if thinks else None
+        specials = renderer.vocabulary.special_texts
+        if reasoning is not None and held is not None and reasoning.end in specials:
+            reasoning = None  # a grammar over text could never let the model end its thinking
         opened = reasoning.opened(renderer.decode(prompt[-_TAIL:])) if reasoning else Opened.UNSAID
+        state = reasoning(opened) if reasoning else None
         reading = Reading(renderer.vocabulary, reasoning, opened)
         if use is None:
-            return reading
+            grammar = None
+            if held is not None and state is not None and state.undecided:
+                grammar = thought_and_answer(held, state)
+            return msgspec.structs.replace(reading, grammar=grammar)
         family = tool_parser(self._tools, renderer.template)
-        is_json = answer is not None and answer.kind in ("json_schema", "json_object")
-        if not use.forced and not is_json:
+        if not use.forced and held is None:
             return msgspec.structs.replace(reading, tools=family, use=use)
-        parser = forced_parser(family, renderer.vocabulary.special_texts)
+        parser = forced_parser(family, specials)
         several = not use.one_call
-        if use.forced or answer is None:
-            state = reasoning(opened) if reasoning else None
+        if use.forced or held is None:
             grammar = forced_grammar(parser, use.forced, several=several, reasoning=state)
         else:
-            grammar = answer_or_calls(parser, use.tools, answer, several=several)
+            grammar = answer_or_calls(parser, use.tools, held, several=several, reasoning=state)
         return msgspec.structs.replace(reading, tools=parser, use=use, grammar=grammar)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
+from forebay_shared.models import CAP_GRAMMAR
+from forebay_shared.sampling import Grammar
 from gateway_fakes import MODEL, TEMPLATE, Api, Play, ScriptedBackend, running_api
 from transcripts import Transcript, check_answer, check_stream
 
@@ -20,7 +22,9 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Api]:
-    with running_api(ScriptedBackend(template=THINKING_TEMPLATE, max_model_len=2048)) as api:
+    backend = ScriptedBackend(template=THINKING_TEMPLATE, max_model_len=2048)
+    backend.capabilities |= {CAP_GRAMMAR}
+    with running_api(backend) as api:
         yield api
 
 
@@ -69,6 +73,24 @@ def test_with_thinking_off_all_text_is_the_answer(api: Api) -> None:
     for fields in (OFF, {"reasoning_effort": "none"}):
         answer = both(api, **fields)
         assert (answer.thoughts, answer.texts) == ({}, {0: "Yes. <think> is a tag."})
+
+
+def test_an_answer_by_a_schema_may_be_thought_about(api: Api) -> None:
+    asked = {"response_format": {"type": "json_object"}}
+    for text, fields in (("<think>hm</think>{}", {}), ("hm\n</think>\n\n{}", OPEN)):
+        says(api, text)
+        answer = both(api, **asked, **fields)
+        assert (answer.thoughts, answer.texts) == ({0: "hm"}, {0: "{}"})
+        assert "thought" in api.backend.jobs[-1].sampling.grammar.source
+    for fields in (OFF, {"reasoning_effort": "none"}):
+        says(api, "{}")
+        answer = both(api, **asked, **fields)
+        assert (answer.thoughts, answer.texts) == ({}, {0: "{}"})
+        plain = Grammar("json_object", field="response_format")
+        assert api.backend.jobs[-1].sampling.grammar == plain
+    says(api, "<think>")
+    answer = both(api, structured_outputs={"choice": ["<think>", "b"]})
+    assert (answer.thoughts, answer.texts) == ({}, {0: "<think>"})
 
 
 def test_tags_in_what_the_client_wrote_change_nothing(api: Api) -> None:

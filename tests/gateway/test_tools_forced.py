@@ -9,7 +9,12 @@ from forebay_gateway.reasoning.base import Opened
 from forebay_gateway.reasoning.registry import BUILT_IN as REASONING
 from forebay_gateway.speech import Speech
 from forebay_gateway.tools.base import Tool, ToolParser
-from forebay_gateway.tools.forced import answer_or_calls, forced_grammar, forced_parser
+from forebay_gateway.tools.forced import (
+    answer_or_calls,
+    forced_grammar,
+    forced_parser,
+    thought_and_answer,
+)
 from forebay_gateway.tools.hermes import HermesParser
 from forebay_gateway.tools.llama3_json import Llama3JsonParser
 from forebay_gateway.tools.registry import BUILT_IN
@@ -228,6 +233,30 @@ def test_a_thinking_model_may_or_must_end_its_thinking_first() -> None:
             assert allows(grammar, before + call), (name, opened, before)
         for before in bad:
             assert not allows(grammar, before + call), (name, opened, before)
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_thinking_model_thinks_before_an_answer_by_a_schema_too(calls: bool) -> None:
+    """mlx-serve#331, vllm#47027: held to JSON from its first token it could not think at all."""
+    text = '{"city": "Oslo"}'
+    for name, opened, good, bad in (
+        ("qwen3", Opened.UNSAID, ["", "<think>{hm}\n</think>\n\n"], ["hm</think>", "hm"]),
+        ("qwen3", Opened.YES, ["hm < </think>\n"], ["", "hm"]),
+        ("deepseek_r1", Opened.UNSAID, ["hm</think>", "<think>hm</think>\n"], [""]),
+    ):
+        state = REASONING[name](opened)
+        grammar = thought_and_answer(ANSWERS[0], state)
+        if calls:
+            grammar = answer_or_calls(
+                HermesParser, TOOLS, ANSWERS[0], several=False, reasoning=state
+            )
+        assert grammar.field == ANSWERS[0].field
+        for before in good:
+            assert allows(grammar, before + text), (name, opened, before)
+            assert not allows(grammar, before + '{"city": 1}')
+            assert allows(grammar, before + written(HermesParser, ("other", {}))) == calls
+        for before in bad:
+            assert not allows(grammar, before + text), (name, opened, before)
 
 
 def test_families_whose_markup_is_control_tokens_are_forced_to_bare_json() -> None:

@@ -79,7 +79,7 @@ BROKEN = [
         {"$ref": "#/$defs/d0", "$defs": TOWER},
         {"type": "integer", "minimum": 5, "maximum": 3},
         {"type": "string", "pattern": "("},
-        {"type": "string", "format": "nope"},
+        {"type": "string", "format": "iri"},
         {"properties": {"a": {"type": 5}}},
         {"minLength": "x"},
     ),

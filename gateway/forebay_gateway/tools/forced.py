@@ -65,15 +65,25 @@ def forced_grammar(
         head, tail = _around(tool.name, tagged=tagged)
         lines.append(f"call{i}: {_literal(head)} arguments{i} {_literal(tail)}")
         lines.append(f"arguments{i}: %json {json.dumps(_schema(tool))}")
-    if reasoning and reasoning.undecided:
-        lines.append(f"thought[suffix={_literal(reasoning.end)}]: /(.|\\n)*/")
-    return _joined(lines, "tools", "when a call is required")
+    return _joined([*lines, *_thought(reasoning)], "tools", "when a call is required")
+
+
+def thought_and_answer(answer: Grammar, reasoning: ReasoningParser) -> Grammar:
+    """A grammar that allows thinking, as `forced_grammar` does, before an answer in JSON."""
+    lines = [f"start: {_thinking(reasoning)}answer", f"answer: %json {json.dumps(_answer(answer))}"]
+    return Grammar("lark", "\n".join([*lines, *_thought(reasoning), ""]), field=answer.field)
 
 
 def answer_or_calls(
-    parser: type[ToolParser], tools: Sequence[Tool], answer: Grammar, *, several: bool
+    parser: type[ToolParser],
+    tools: Sequence[Tool],
+    answer: Grammar,
+    *,
+    several: bool,
+    reasoning: ReasoningParser | None = None,
 ) -> Grammar:
-    """A grammar that allows an answer in JSON, by its own grammar, or calls of these tools.
+    """A grammar that allows an answer in JSON, by its own grammar, or calls of these tools; and
+    thinking before either, as `forced_grammar` does.
 
     Both are written as JSON of a schema: a call that began with a literal of its own could not be
     told from an answer in the middle of a word, and the lexer never looks back. The model chooses
@@ -86,7 +96,7 @@ def answer_or_calls(
     around = '"<tool_call>\\n" object "\\n</tool_call>"' if tagged else "object"
     repeated = f" ({_separator(tagged=tagged)} call)*" if several else ""
     lines = [
-        f"start: answer | call{repeated}",
+        f"start: {_thinking(reasoning)}(answer | call{repeated})",
         f"answer: %json {json.dumps(_answer(answer))}",
         f"call: {around}",
     ]
@@ -95,6 +105,7 @@ def answer_or_calls(
         calls = [_call(tools, given, {"type": "object"})]
     lines.append("object: " + " | ".join(f"object{i}" for i in range(len(calls))))
     lines += [f"object{i}: %json {call}" for i, call in enumerate(calls)]
+    lines += _thought(reasoning)
     return _joined(lines, answer.field, "together with the schema of the answer")
 
 
@@ -148,12 +159,19 @@ def _around(name: str, *, tagged: bool) -> tuple[str, str]:
 
 
 def _thinking(reasoning: ReasoningParser | None) -> str:
-    """What comes before the calls, in Lark."""
+    """What comes before the calls or the answer, in Lark."""
     if reasoning is None or not reasoning.undecided:
         return ""
     if reasoning.thinking:
         return r"thought /\n*/ "
     return rf"({_literal(reasoning.begin)} thought /\n*/)? "
+
+
+def _thought(reasoning: ReasoningParser | None) -> list[str]:
+    """The rule that it needs."""
+    if reasoning is None or not reasoning.undecided:
+        return []
+    return [f"thought[suffix={_literal(reasoning.end)}]: /(.|\\n)*/"]
 
 
 def _literal(text: str) -> str:

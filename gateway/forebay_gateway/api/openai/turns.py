@@ -115,7 +115,7 @@ class Turns:
             bad_words=bad_words,
             prompt_logprobs=params.prompt_logprobs(request, card),
         )
-        thinks = sampling.grammar is None and options.kwargs.get("enable_thinking") is not False
+        thinks = options.kwargs.get("enable_thinking") is not False
         reading = self._interpreter.reading(
             renderer, prompt, use, thinks=thinks, answer=sampling.grammar
         )
