@@ -251,7 +251,7 @@ class EngineCore:
             if sampled is not None and sampled.corrupt:
                 self._fail(self._requests.of(sequence), _fault(sequence, sampled))
                 continue
-            self.blocks.publish(sequence, end)
+            self.blocks.publish(sequence, end)  # not at its launch: see decision 0018
             if sampled is not None and row.scored:
                 self._take_scores(sequence, row.scored, sampled)
             if end < len(sequence.token_ids):

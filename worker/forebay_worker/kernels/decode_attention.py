@@ -12,7 +12,8 @@ the program that arrives last, without a second launch (about 1.3 us per layer i
 Keys and values of all positions but a row's newest were there before the step, so the first tiles
 are on their way before the kernel that makes the query and the newest position has ended: the loop
 waits for it in its first round, behind the loads that the compiler moves ahead of the loop. The
-newest position is no part of a tile; it is what the row's last item begins with.
+newest position is no part of a tile; it is what the row's last item begins with. So nobody may
+write any other position of a decode row in its own step (decision 0018).
 
 An e4m3 cache is half the bytes. Its numbers are widened, so that products and sums are as precise
 as with any other cache; its scales, one per KV head, multiply the scores and the output. A bfloat16
