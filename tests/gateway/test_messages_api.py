@@ -190,6 +190,7 @@ def test_a_schema_becomes_the_grammar_with_its_order_kept(api: Api, place: str) 
     format_ = {"type": "json_schema", "schema": schema}
     fields = {place: {"format": format_} if place == "output_config" else format_}
     assert both(api, **fields)["content"][0]["text"] == '{"b":1}'
+    both(api, thinking={"type": "disabled"}, **fields)
     grammar = api.backend.jobs[-1].sampling.grammar
     assert (grammar.kind, json.loads(grammar.source)) == ("json_schema", schema)
     assert grammar.field == ("output_config.format" if place == "output_config" else place)

@@ -232,13 +232,17 @@ def test_allowed_tools_are_the_only_ones(api: Api) -> None:
 def test_a_format_is_a_grammar_under_this_dialects_name(api: Api) -> None:
     schema = {"type": "object", "properties": {"z": {}, "a": {}}}
     format_ = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
-    answer = plain(api, text={"format": format_})
+    answer = plain(api, text={"format": format_}, reasoning={"effort": "none"})
     grammar = api.backend.jobs[-1].sampling.grammar
     assert (grammar.kind, grammar.field) == ("json_schema", "text.format")
     assert json.loads(grammar.source) == schema
     assert answer["text"]["format"] == format_
-    plain(api, text={"format": {"type": "json_object"}})
+    plain(api, text={"format": {"type": "json_object"}}, reasoning={"effort": "none"})
     assert api.backend.jobs[-1].sampling.grammar.kind == "json_object"
+    says(api, "<think>hm</think>{}")
+    thought, said = both(api, text={"format": format_})["output"]
+    assert (thought["content"][0]["text"], said["content"][0]["text"]) == ("hm", "{}")
+    assert api.backend.jobs[-1].sampling.grammar.field == "text.format"
 
 
 @pytest.mark.parametrize(
