@@ -265,6 +265,16 @@ def test_documents_and_search_results_of_text_are_read(api: Api) -> None:
     assert f"tool\n{said}(toolu_1)<|im_end|>" in prompt_text(api)
 
 
+def test_of_a_picture_in_a_tools_result_the_model_is_told(api: Api) -> None:
+    """As Claude Code sends them when it has read one, with every later turn again."""
+    bytes_ = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    image, file = {"type": "image", "source": bytes_}, {"type": "document", "source": bytes_}
+    both(api, messages=called([text("Read."), image, file]))
+    told = "[Here was one {} that cannot be shown: this model reads text alone.]".format
+    assert f"tool\nRead.\n{told('image')}\n{told('file')}(toolu_1)<|im_end|>" in prompt_text(api)
+    refused(post(api, messages=[{"role": "user", "content": [image]}]), "messages[0].content[0]")
+
+
 def text(words: str) -> dict:
     return {"type": "text", "text": words}
 

@@ -11,7 +11,16 @@ from gateway_fakes import Api
 from hypothesis import given
 from hypothesis import strategies as st
 from redis_house import RedisServer
-from responses_house import TALKING_TEMPLATE, both, plain, post, prompt, responding, says
+from responses_house import (
+    RESPONSES,
+    TALKING_TEMPLATE,
+    both,
+    plain,
+    post,
+    prompt,
+    responding,
+    says,
+)
 from transcripts import check_error
 
 SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
@@ -156,6 +165,21 @@ def test_earlier_calls_are_shown_to_the_model_as_it_made_them(api: Api) -> None:
     found = {"type": "function_call_output", "call_id": "c1", "output": "x"}
     plain(api, tools=[FILES], input=[HI, find, {"role": "assistant", "content": "Wait."}, found])
     assert "assistant\nWait.<tool_call>mcp__files__find c1 {}</tool_call><|im_end|>" in prompt(api)
+
+
+def test_of_a_picture_in_an_output_the_model_is_told(api: Api) -> None:
+    """As Codex sends what its view_image shows: with every later turn again. What is stored is what
+    the model was told, and no picture."""
+    call = {"type": "function_call", "call_id": "c1", "name": "find", "arguments": "{}"}
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    shown = {"type": "function_call_output", "call_id": "c1", "output": [picture]}
+    told = "[Here was one image that cannot be shown: this model reads text alone.]"
+    answer = plain(api, tools=[FIND], input=[HI, call, shown])
+    assert told in prompt(api)
+    plain(api, tools=[FIND], input="and?", previous_response_id=answer["id"])
+    assert told in prompt(api)
+    listed = api.http.get(f"{RESPONSES}/{answer['id']}/input_items?order=asc").json()["data"]
+    assert listed[-1]["output"] == [{"type": "input_text", "text": told}]
 
 
 def test_hosted_tools_beside_others_are_left_out_and_the_client_is_told(api: Api) -> None:

@@ -279,6 +279,23 @@ def test_history_with_calls_is_rendered_with_arguments_as_objects(api: Api) -> N
     assert "<|im_start|>tool\n1(call_0)<|im_end|>" in text
 
 
+def test_of_a_picture_in_a_tools_result_the_model_is_told(api: Api) -> None:
+    """An agent sends its conversation again with every turn: refused, it would be over."""
+    call = {"id": "a", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    shown = [{"type": "text", "text": "It is "}, picture]
+    asked = {"role": "user", "content": "when?"}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    whole(api, messages=[asked, called, {"role": "tool", "tool_call_id": "a", "content": shown}])
+    told = "[Here was one image that cannot be shown: this model reads text alone.]"
+    assert f"tool\nIt is {told}(a)<|im_end|>" in prompt_text(api)
+    for role, kind, place in (("user", "image_url", 0), ("tool", "picture", 2)):
+        part = {"type": kind, "text": "x"}
+        said_ = {"role": role, "tool_call_id": "a", "content": [part]}
+        messages = [said_] if role == "user" else [asked, called, said_]
+        refused(api, f"messages[{place}].content[0].type", messages=messages)
+
+
 @pytest.mark.parametrize("depth", [100, 101, 450, 700, 900])
 def test_arguments_nested_as_deep_as_anybody_likes_are_part_of_the_history(
     api: Api, depth: int

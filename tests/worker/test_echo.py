@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -90,6 +91,17 @@ def slow() -> Iterator[Driven]:
     driven = Driven(echo_delay_ms=5, max_num_seqs=2, max_num_queued_reqs=3)
     yield driven
     driven.engine.stop(PATIENCE_S)
+
+
+def test_a_template_that_it_is_given_says_what_it_answers(tmp_path: Path) -> None:
+    """So a script plays a model: clients and agents are tried without one."""
+    script = tmp_path / "script.jinja"
+    script.write_text("Always this.<|end|>")
+    engine = EchoEngine(WorkerSettings(engine="echo", chat_template=str(script)))
+    assert engine.card.chat_template is not None
+    assert engine.blobs[engine.card.chat_template] == script.read_bytes()
+    with pytest.raises(StartError, match=r"none\.jinja"):
+        EchoEngine(WorkerSettings(engine="echo", chat_template=str(tmp_path / "none.jinja")))
 
 
 @given(st.integers(0, 12), st.lists(st.integers(0, 255), min_size=1, max_size=5))

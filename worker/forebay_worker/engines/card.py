@@ -106,10 +106,10 @@ class ModelFiles:
     def chat_template(self) -> str | None:
         """The Jinja source: the settings' file, the model's own file, or the tokenizer config's."""
         if self._settings.chat_template:
-            return _text(Path(self._settings.chat_template))
+            return template_text(Path(self._settings.chat_template))
         own = self._directory / "chat_template.jinja"
         if own.is_file():
-            return _text(own)
+            return template_text(own)
         template = self._tokenizer.chat_template
         if isinstance(template, list):
             return next((each.template for each in template if each.name == "default"), None)
@@ -159,7 +159,8 @@ class ModelFiles:
         return card, blobs
 
 
-def _text(path: Path) -> str:
+def template_text(path: Path) -> str:
+    """A chat template's source. Raises CheckpointError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -9,10 +9,13 @@ from collections.abc import Iterable
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
 
 from forebay_gateway.api.anthropic.schema import Block, Source
+from forebay_gateway.api.unseen import told_of
 
 BREAK = "\n"
 """What stands between two blocks of text in one message, and between the parts of a document."""
 
+_MEDIA = ("base64", "url", "file")
+"""Sources that are no text."""
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
@@ -28,6 +31,13 @@ def text_of(block: Block, at: str, allowed: str) -> str:
             f"{at}.type must be {allowed}: nothing else can be read here.", param=f"{at}.type"
         )
     return required(block.text, at, "text")
+
+
+def result_of(block: Block, at: str) -> str:
+    """What a tool shows: a picture, or a file that is no text, the model is told of."""
+    source = block.source
+    is_media = isinstance(source, Source) and source.type in _MEDIA
+    return (told_of(block.type) if is_media else None) or material_of(block, at)
 
 
 def material_of(block: Block, at: str, allowed: str = "text") -> str:

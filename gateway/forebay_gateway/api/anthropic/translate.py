@@ -14,6 +14,7 @@ from forebay_gateway.api.anthropic.reading import (
     instructions,
     material_of,
     required,
+    result_of,
     text_of,
     texts_of,
 )
@@ -157,7 +158,7 @@ def _tool_result(block: Block, at: str) -> chat.Message:
     text = block.content
     if not isinstance(text, str):
         shown = enumerate(text or ())
-        text = BREAK.join([material_of(each, f"{at}.content[{i}]") for i, each in shown])
+        text = BREAK.join([result_of(each, f"{at}.content[{i}]") for i, each in shown])
     if block.is_error:
         text = f"Error: {text}" if text else "Error"
     return chat.Message("tool", text, tool_call_id=required(block.tool_use_id, at, "tool_use_id"))

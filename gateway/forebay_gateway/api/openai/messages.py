@@ -13,6 +13,7 @@ from forebay_shared.template import Json
 from forebay_gateway.api.openai.schema import ContentPart, FunctionCall, ToolCall
 from forebay_gateway.api.openai.schema import Message as ClientMessage
 from forebay_gateway.api.openai.tools import is_flat
+from forebay_gateway.api.unseen import told_of
 from forebay_gateway.prompt import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -100,7 +101,13 @@ def _content(message: ClientMessage, at: str, *, optional: bool) -> str:
         raise InvalidRequestError(
             f"{at}.content must be a string or a list of parts.", param=f"{at}.content"
         )
-    return "".join([_part(part, f"{at}.content[{i}]") for i, part in enumerate(content)])
+    reads = _shown if message.role == "tool" else _part
+    return "".join([reads(part, f"{at}.content[{i}]") for i, part in enumerate(content)])
+
+
+def _shown(part: ContentPart, at: str) -> str:
+    """A part of a tool's result, which may be something that the model is only told of."""
+    return told_of(part.type) or _part(part, at)
 
 
 def _part(part: ContentPart, at: str) -> str:

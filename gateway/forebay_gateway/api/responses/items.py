@@ -18,6 +18,7 @@ from forebay_gateway.api.responses.custom import as_arguments
 from forebay_gateway.api.responses.schema import Item, Part, ResponsesRequest, Tool
 from forebay_gateway.api.responses.sealed import unseal
 from forebay_gateway.api.responses.tools import flat_name
+from forebay_gateway.api.unseen import told_of
 
 MAX_ITEMS = 65_536
 TYPES = (
@@ -142,8 +143,14 @@ def _output(item: Item, at: str) -> Item:
     _check_members(item, at, "call_id", "output")
     output = item.output or ""
     if not isinstance(output, str):
-        output = _parts(output, "input_text", f"{at}.output")
+        output = _parts([_told(part) for part in output], "input_text", f"{at}.output")
     return Item(type=item.type, call_id=item.call_id, output=output)
+
+
+def _told(part: Part) -> Part:
+    """What the model cannot see is text that says so, as it is stored as well."""
+    told = told_of(part.type)
+    return part if told is None else Part("input_text", told)
 
 
 def _reasoning(item: Item, at: str) -> Item:

@@ -10,6 +10,7 @@ each step and makes well over 50,000 tokens/s.
 """
 
 import time
+from pathlib import Path
 
 import msgspec
 from forebay_shared.errors import UnsupportedError
@@ -31,6 +32,7 @@ from forebay_shared.wire import Encode, Load, Submit
 from forebay_worker.engine.loop import EngineLoop
 from forebay_worker.engines.adapters import adapter_paths, check_names
 from forebay_worker.engines.base import CacheLog, Emit, Recorder
+from forebay_worker.engines.card import template_text
 from forebay_worker.engines.echo import vectors
 from forebay_worker.engines.echo.core import EchoCore
 from forebay_worker.engines.echo.model import CHAT_TEMPLATE, END, SPECIALS, tokenizer_json
@@ -52,7 +54,7 @@ class EchoEngine(LoopedEngine[Submit]):
     one that starts sequences takes the time of their prefill besides, what is cached left out."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        contents = tokenizer_json(), CHAT_TEMPLATE.encode()
+        contents = tokenizer_json(), _template(settings)
         tokenizer, template = map(content_hash, contents)
         card = _card(settings, tokenizer, template)
         super().__init__(settings, card, dict(zip((tokenizer, template), contents, strict=True)))
@@ -115,6 +117,13 @@ class EchoEngine(LoopedEngine[Submit]):
         super().stop(timeout_s)
         if self._vectors is not None:
             self._vectors.stop(timeout_s)
+
+
+def _template(settings: WorkerSettings) -> bytes:
+    """Its own, or the given one: what that writes is what is answered, so that a script may play a
+    model. Raises CheckpointError."""
+    given = settings.chat_template
+    return (template_text(Path(given)) if given else CHAT_TEMPLATE).encode()
 
 
 def _card(settings: WorkerSettings, tokenizer: str, template: str) -> ModelCard:
