@@ -133,18 +133,17 @@ class Turns:
         return await self._render(request, card, size)
 
     async def _render(self, request: ChatRequest, card: ModelCard, size: int) -> Rendered:
-        use = params.use_of(request, card)
-        options = _template_options(request, use, params.truncation(request, card))
         renderer = self._with_own_template(await self.renderers.get(card), request.chat_template)
 
-        def work() -> list[int]:
-            return renderer.chat(_conversation(request, card), options)
+        def work() -> Rendered:
+            use = params.use_of(request, card)  # 0.2 s for 7 MB of tools
+            options = _template_options(request, use, params.truncation(request, card))
+            prompt = renderer.chat(_conversation(request, card), options)
+            return Rendered(card, renderer, prompt, options, use)
 
         if request.chat_template is None:
-            prompt = await self.renderers.run(work, size)
-        else:
-            prompt = await self.renderers.patiently(work)
-        return Rendered(card, renderer, prompt, options, use)
+            return await self.renderers.run(work, size)
+        return await self.renderers.patiently(work)
 
     def _with_own_template(self, renderer: Renderer, template: str | None) -> Renderer:
         if template is None:

@@ -95,11 +95,19 @@ class ResponsesService:
         equipped = await self._equipped(request, context)
         request = equipped.request
         try:
-            chat = chat_request(request, chat_messages(context.items, request.instructions))
+            chat = await self._chat(request, context)
             rendered = await self._turns.render(chat, caller, context.size)
         except ForebayError as error:
             raise renamed(error, equipped) from None
         return Answer(encode(_Counted(len(rendered.token_ids))))
+
+    async def _chat(self, request: ResponsesRequest, context: Context) -> ChatRequest:
+        """The whole conversation as a chat request: 0.05 s and more for 32,000 items."""
+
+        def work() -> ChatRequest:
+            return chat_request(request, chat_messages(context.items, request.instructions))
+
+        return await self._turns.renderers.run(work, context.size)
 
     async def check_streams(self, team: str, response_id: str) -> None:
         """Raises InvalidRequestError when the events of a response are not kept."""
@@ -160,7 +168,7 @@ class ResponsesService:
             return self._turns.prepare(chat, answer_id=job_id, caller=caller, size=size)
 
         try:
-            chat = chat_request(request, chat_messages(items, request.instructions))
+            chat = await self._chat(request, asked.context)
             try:
                 return await prepared(chat)
             except ContextLengthError as error:

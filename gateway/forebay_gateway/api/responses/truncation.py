@@ -28,8 +28,11 @@ async def fitting(
 
     async def chat_from(first: int) -> ChatRequest | None:
         """The request without the items before `first`; None when it is too long."""
-        messages = chat_messages(_from(items, first), request.instructions)
-        chat = chat_request(request, messages)
+
+        def work() -> ChatRequest:
+            return chat_request(request, chat_messages(_from(items, first), request.instructions))
+
+        chat = await turns.renderers.run(work, size)
         try:
             rendered = await turns.render(chat, caller, size)
         except ContextLengthError:
