@@ -1,6 +1,8 @@
 """Tool calls over real HTTP: streamed and whole answers say the same, and every field is obeyed."""
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -477,3 +479,18 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
         assert '"name": "weather"' in text
         assert '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>' in text
         assert "<tool_response>\nnoon\n</tool_response>" in text
+
+
+@pytest.mark.parametrize("field", ["tools", "documents"])
+def test_what_is_long_is_not_read_on_the_event_loop(api: Api, field: str) -> None:
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(250)}}
+    names = [*(f"f{n}" for n in range(400)), "x y"]
+    functions = [{"name": name, "parameters": schema} for name in names]
+    tools = [{"type": "function", "function": each} for each in functions]
+    [loop] = [each for each in threading.enumerate() if each.name == "gateway"]
+    clock = time.pthread_getcpuclockid(loop.ident)
+    loop_s, all_s = time.clock_gettime(clock), time.process_time()
+    response = api.chat(**{field: tools if field == "tools" else functions})
+    loop_s, all_s = time.clock_gettime(clock) - loop_s, time.process_time() - all_s
+    assert response.status_code == 400
+    assert loop_s < all_s / 3
