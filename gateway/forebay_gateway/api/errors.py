@@ -79,7 +79,7 @@ def foreseen(error: Exception) -> tuple[ForebayError, Headers]:
     if isinstance(error, MethodNotAllowedException):
         ours = MethodNotAllowedError("This path does not take this method.")
     elif isinstance(error, NotFoundException):
-        ours = NotFoundError("There is nothing at this path.")
+        ours = NotFoundError("There is nothing at this path. Routes of the API begin with /v1.")
     elif isinstance(error, ClientException):
         ours = InvalidRequestError("The request is malformed.")
     else:
