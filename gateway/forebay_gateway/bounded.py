@@ -6,6 +6,7 @@ knows no tokens and no dialect.
 
 from forebay_gateway.output import OutputOptions, StopMatcher
 from forebay_gateway.parts import CallEnd, CallStart, Part, Text
+from forebay_gateway.shown import Shown
 
 
 class Bounded:
@@ -19,6 +20,7 @@ class Bounded:
         "_matcher",
         "_one_call",
         "_options",
+        "_shown",
         "calls",
         "reasoning_tokens",
         "stop",
@@ -30,6 +32,7 @@ class Bounded:
         self._options = options
         self._matcher = self._new_matcher()
         self._one_call = one_call
+        self._shown = Shown()
         self.tokens = 0
         self.reasoning_tokens: int | None = None
         self.calls = 0
@@ -60,15 +63,18 @@ class Bounded:
     def let_go(self) -> list[Part]:
         """The text that was held back for a stop string which cannot come any more."""
         held = self._matcher.flush() if self._matcher else ""
+        self._shown.hear("", held)
         self._matcher = self._new_matcher()
         return text_parts(held)
 
     def _match(self, text: str) -> list[Part]:
         if self._matcher is None or self.tokens <= self._options.min_tokens:
+            self._shown.hear(text, text)
             return text_parts(text)
-        text, self.stopped = self._matcher.push(text)
+        said, self.stopped = self._matcher.push(text)
+        self._shown.hear(text, said)
         self.stop = self._matcher.matched
-        return text_parts(text)
+        return text_parts(said)
 
     def _new_matcher(self) -> StopMatcher | None:
         stops = self._options.stops

@@ -11,6 +11,8 @@ from typing import Protocol
 import msgspec
 from tokenizers import Tokenizer
 
+from forebay_gateway.shown import Shown
+
 _REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes: when so many tokens give no whole character, none will come.
 _MAX_WINDOW = 32
@@ -214,7 +216,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
 class Output:
     """The text of one sequence as it grows. `tokens` counts the tokens that the answer consumed."""
 
-    __slots__ = ("_detokeniser", "_matcher", "_min_tokens", "stopped", "tokens")
+    __slots__ = ("_detokeniser", "_matcher", "_min_tokens", "_shown", "stopped", "tokens")
 
     def __init__(self, vocabulary: Vocabulary, options: OutputOptions) -> None:
         self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special)
@@ -222,6 +224,7 @@ class Output:
             StopMatcher(options.stops, include=options.include_stop) if options.stops else None
         )
         self._min_tokens = options.min_tokens
+        self._shown = Shown()
         self.tokens = 0
         self.stopped = False
 
@@ -229,6 +232,16 @@ class Output:
     def stop(self) -> str | None:
         """The stop string that ended the text."""
         return self._matcher.matched if self._matcher else None
+
+    @property
+    def shown(self) -> int:
+        """How many of the tokens may be listed: none of held text, none of a stop string."""
+        return self._shown.count if self._matcher else self.tokens
+
+    @property
+    def hidden(self) -> str:
+        """What of the last shown token's text is a stop string's."""
+        return self._shown.hidden
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that may go out now. Sets `stopped` when a stop string is complete."""
@@ -238,21 +251,30 @@ class Output:
         pieces: list[str] = []
         for token_id in token_ids:
             self.tokens += 1
-            piece = self._detokeniser.push((token_id,))
+            heard = piece = self._detokeniser.push((token_id,))
             if self.tokens > self._min_tokens:
-                piece, self.stopped = self._matcher.push(piece)
+                piece, self.stopped = self._matcher.push(heard)
+            self._shown.add(heard)
+            self._shown.hear(heard, piece)
             pieces.append(piece)
             if self.stopped:
+                self._shown.settle_last()
                 break
+            self._shown.settle()
         return "".join(pieces)
 
     def finish(self) -> str:
         """The rest of the text, once no token follows. May set `stopped` as well."""
-        piece = self._detokeniser.flush()
+        heard = self._detokeniser.flush()
         if self._matcher is None:
+            return heard
+        piece, self.stopped = self._matcher.push(heard)
+        if self.stopped:
+            self._shown.hear(heard, piece)
+            self._shown.settle_last()
             return piece
-        piece, self.stopped = self._matcher.push(piece)
-        return piece if self.stopped else piece + self._matcher.flush()
+        self._shown.settle_all()
+        return piece + self._matcher.flush()
 
 
 def _failure(stop: str) -> list[int]:

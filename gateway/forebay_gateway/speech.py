@@ -52,7 +52,11 @@ class Speech(Bounded):
         for token_id in token_ids:
             self.tokens += 1
             thinking = self._thinking
-            parts += self._listen(self._detokeniser.push((token_id,)))
+            text = self._detokeniser.push((token_id,))
+            new = self._listen(text)
+            parts += new
+            self._shown.add(text)
+            self._settle(bool(new))
             if self.reasoning_tokens is not None and (thinking or self._thinking):
                 self.reasoning_tokens += 1
             if self.stopped:
@@ -68,7 +72,29 @@ class Speech(Bounded):
         if self._tools and not self.stopped:
             rest = self._tools.finish()
             parts += self.visible([p for p in rest if not (self._forced and isinstance(p, Text))])
-        return parts if self.stopped else parts + self.let_go()
+        if not self.stopped:
+            parts += self.let_go()
+        self._settle(spoke=True)
+        return parts
+
+    @property
+    def shown(self) -> int:
+        """How many of the tokens may be listed: none of held text, none of a stop string."""
+        return self._shown.count if self.matches else self.tokens
+
+    @property
+    def hidden(self) -> str:
+        """What of the last shown token's text is a stop string's."""
+        return self._shown.hidden
+
+    def _settle(self, spoke: bool) -> None:
+        """Lets tokens be listed once what they gave is out: text, or what is no text."""
+        if self.stop is not None:
+            self._shown.settle_last()
+        elif not self._shown.complete:
+            self._shown.settle()
+        elif spoke:
+            self._shown.settle_all()
 
     @property
     def _is_plain(self) -> bool:

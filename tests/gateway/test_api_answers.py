@@ -73,6 +73,44 @@ def test_no_character_of_a_stop_string_is_sent(
     assert ANSWER.startswith(stream.texts[0])
 
 
+@given(
+    stops=st.lists(st.text("o wnfx:你好😀", min_size=1, max_size=4), min_size=1, max_size=4),
+    group=st.integers(1, 8),
+    tools=st.booleans(),
+)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_tokens_of_a_stop_string_are_not_listed(
+    api: Api, stops: list[str], group: int, tools: bool
+) -> None:
+    api.backend.script = lambda job, index: Play(api.backend.answer, group=group)
+    fields: dict = {"stop": stops, "max_tokens": 100, "logprobs": True, "return_token_ids": True}
+    if tools:  # then text goes another way
+        fields["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    answer = whole(api, **fields)
+    (logprobs,) = answer.logprobs[0]
+    bytes_ = [bytes(entry["bytes"]) for entry in logprobs["content"]]
+    assert b"".join(bytes_).decode() == answer.texts[0]
+    stream = streamed(api, **fields)
+    assert [entry for each in stream.logprobs.get(0, ()) for entry in each["content"]] == (
+        logprobs["content"]
+    )
+    ids = api.chat(**fields).json()["choices"][0]["token_ids"]
+    assert ids[: len(bytes_)] == api.backend.answer[: len(bytes_)]
+    assert len(ids) <= len(bytes_) + 1, "nothing but what ended the answer stands behind"
+
+
+def test_a_token_waits_with_its_text_until_no_stop_string_can_come(api: Api) -> None:
+    api.backend.script = lambda job, index: Play(api.backend.answer[:3])
+    fields: dict = {"stop": "quick brown cat", "logprobs": 0}
+    stream = streamed(api, chat=False, **fields)
+    tokens = [token for each in stream.logprobs[0] for token in each["tokens"]]
+    assert "".join(tokens) == stream.texts[0] == "The quick brown"
+    kept = whole(api, chat=False, **{**fields, "stop": "quick", "include_stop_str_in_output": True})
+    assert "".join(kept.logprobs[0][0]["tokens"]) == kept.texts[0] == "The quick"
+
+
 def test_text_held_back_for_a_stop_string_comes_at_the_end(api: Api) -> None:
     assert streamed(api, stop=[ANSWER[-5:] + "x"], max_tokens=100).texts[0] == ANSWER
 

@@ -145,6 +145,15 @@ def test_logprobs_are_those_of_the_visible_text(api: Api, text: str, group: int)
     assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
 
 
+@pytest.mark.parametrize("stop", ["dog", "fox says: x", "你"])
+def test_logprobs_are_those_of_the_text_before_a_stop_string(api: Api, stop: str) -> None:
+    says(api, ANSWER)
+    answer = both(api, top_logprobs=2, include=["message.output_text.logprobs"], stop=stop)
+    ((part,),) = [item["content"] for item in answer["output"]]
+    spelt = b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode()
+    assert spelt == part["text"] == ANSWER.split(stop)[0]
+
+
 def test_every_field_of_the_request_comes_back(api: Api) -> None:
     fields = {
         "instructions": "Be kind.",

@@ -51,8 +51,9 @@ class Update(msgspec.Struct, gc=False):
     """What one choice got, the tokens behind it, and the reason when it is at its end.
 
     It got `text`, or `parts` where an answer may hold more than text. `stop` is the stop string
-    that ended it, when one did, and `stop_token` the id that did, which is not among `token_ids`;
-    `stop_asked` says that this id is one of the client's `stop_token_ids`.
+    that ended it, when one did, and `hidden` what of the last token's text belongs to that;
+    `stop_token` is the id that ended it, which is not among `token_ids`, and `stop_asked` says that
+    it is one of the client's `stop_token_ids`.
     When log-probabilities of the prompt were asked for, the choice's first update has all of them,
     from the prompt's second token on.
     """
@@ -64,6 +65,7 @@ class Update(msgspec.Struct, gc=False):
     logprobs: Sequence[TokenLogprobs] = ()
     reason: FinishReason | None = None
     stop: str | None = None
+    hidden: str = ""
     stop_token: int | None = None
     stop_asked: bool = False
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
@@ -82,12 +84,31 @@ class Usage(msgspec.Struct, gc=False):
 
 
 class _Choice:
-    __slots__ = ("completion_tokens", "ended", "output")
+    __slots__ = ("_entries", "_ids", "_listed", "completion_tokens", "ended", "output")
 
     def __init__(self, output: Voice) -> None:
         self.output = output
         self.ended = False
         self.completion_tokens = 0
+        self._listed = 0
+        self._ids: list[int] = []
+        self._entries: list[TokenLogprobs] = []
+
+    def listed(
+        self, shown: int, token_ids: Sequence[int] = (), entries: Sequence[TokenLogprobs] = ()
+    ) -> tuple[Sequence[int], Sequence[TokenLogprobs]]:
+        """Of these tokens and of those that wait the ones that are to be listed now, since `shown`
+        are in all."""
+        number = shown - self._listed
+        if not self._ids and number == len(token_ids):
+            self._listed = shown
+            return token_ids, entries
+        self._ids += token_ids
+        self._entries += entries
+        ready = self._ids[:number], self._entries[:number]
+        del self._ids[:number], self._entries[:number]
+        self._listed += len(ready[0])
+        return ready
 
 
 class _Scores:
@@ -274,9 +295,11 @@ class Transcript:
         update = _heard(index, output.push(event.token_ids))
         choice.completion_tokens = output.tokens
         consumed = output.tokens - before
-        update.token_ids = event.token_ids[:consumed]
-        update.logprobs = (event.logprobs or ())[:consumed]
+        update.token_ids, update.logprobs = choice.listed(
+            output.shown, event.token_ids[:consumed], (event.logprobs or ())[:consumed]
+        )
         if output.stopped:
+            update.hidden = output.hidden
             generation.stop(event.index)
             self._close(choice, update, "stop")
         return update
@@ -318,6 +341,8 @@ class Transcript:
             self._spend(index, choice, output, event.usage)
         else:
             update = _heard(index, output.push(last), output.finish())
+            update.token_ids, update.logprobs = choice.listed(output.shown)
+            update.hidden = output.hidden
             choice.completion_tokens = max(event.usage.completion_tokens, output.tokens)
         update.stop_token, update.stop_asked = event.stop_token, asked
         # A call that ends because nothing follows may be cut off: that is no stop of its own.

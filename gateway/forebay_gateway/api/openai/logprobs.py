@@ -82,12 +82,9 @@ class ChatLogprobs:
 
     def tokens(self, update: Update) -> list[TokenEntry]:
         """The update's tokens that have a text, with what is listed of each."""
-        return [
-            self._token(token_id, entry) for token_id, entry in _visible(self._vocabulary, update)
-        ]
+        return [self._token(*listed) for listed in _visible(self._vocabulary, update)]
 
-    def _token(self, token_id: int, entry: TokenLogprobs) -> TokenEntry:
-        spelling = self._vocabulary.spelling(token_id)
+    def _token(self, token_id: int, spelling: bytes, entry: TokenLogprobs) -> TokenEntry:
         return TokenEntry(
             token=f"token_id:{token_id}" if self._as_ids else _text(spelling),
             logprob=_finite(entry.logprob),
@@ -139,9 +136,9 @@ class CompletionLogprobs:
             entries = (None, *update.prompt_logprobs)
             for token_id, piece, entry in zip(*self._echoed, entries, strict=True):
                 self._add(arrays, token_id, piece, entry)
-        for token_id, entry in _visible(self._vocabulary, update):
+        for token_id, spelling, entry in _visible(self._vocabulary, update):
             self._let_go(arrays)
-            text = self._decoder.decode(self._vocabulary.spelling(token_id))
+            text = self._decoder.decode(spelling)
             if self._decoder.getstate()[0]:
                 self._held = token_id, text, entry
             else:
@@ -207,11 +204,16 @@ class PromptScores:
         return _PromptToken(_finite(logprob), rank, _text(self._vocabulary.spelling(token_id)))
 
 
-def _visible(vocabulary: Spelling, update: Update) -> Iterable[tuple[int, TokenLogprobs]]:
-    """The tokens that are listed: no control token, nothing that has no text."""
-    for token_id, entry in zip(update.token_ids, update.logprobs, strict=False):
-        if token_id not in vocabulary.special_ids and vocabulary.spelling(token_id):
-            yield token_id, entry
+def _visible(vocabulary: Spelling, update: Update) -> Iterable[tuple[int, bytes, TokenLogprobs]]:
+    """The tokens that are listed, with their spelling: no control token, nothing that has no text.
+    What of the last one belongs to a stop string is left out."""
+    last = len(update.token_ids) - 1
+    for place, (token_id, entry) in enumerate(zip(update.token_ids, update.logprobs, strict=False)):
+        spelling = vocabulary.spelling(token_id)
+        if update.hidden and place == last:
+            spelling = spelling.rpartition(update.hidden.encode())[0]
+        if token_id not in vocabulary.special_ids and spelling:
+            yield token_id, spelling, entry
 
 
 def _text(spelling: bytes) -> str:

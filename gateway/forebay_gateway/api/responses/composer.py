@@ -105,6 +105,7 @@ class Composer:
             if not (cut and isinstance(part, CallEnd)):  # what ends with the text was cut off
                 self._take(part, events)
         if update.reason is not None:
+            self._list_rest()
             self._end(cut, events)
         return events
 
@@ -160,6 +161,12 @@ class Composer:
             first -= 1
             missing -= len(self._tokens[first].bytes)
         return self._tokens[first:]
+
+    def _list_rest(self) -> None:
+        """Tokens of a text that went out before it was known that no more of them is said."""
+        if isinstance(self._open, MessageItem):
+            self._open.content[0].logprobs += self._tokens
+        self._tokens.clear()
 
     def _message(self, events: Events) -> MessageItem:
         """The open message, begun if need be."""
