@@ -272,6 +272,10 @@ def test_of_a_picture_in_a_tools_result_the_model_is_told(api: Api) -> None:
     both(api, messages=called([text("Read."), image, file]))
     told = "[Here was one {} that cannot be shown: this model reads text alone.]".format
     assert f"tool\nRead.\n{told('image')}\n{told('file')}(toolu_1)<|im_end|>" in prompt_text(api)
+    read = called([text("Read.")])
+    read[-1]["content"].append(file)
+    both(api, messages=read)
+    assert f"tool\nRead.(toolu_1)<|im_end|>\n<|im_start|>user\n{told('file')}" in prompt_text(api)
     refused(post(api, messages=[{"role": "user", "content": [image]}]), "messages[0].content[0]")
 
 

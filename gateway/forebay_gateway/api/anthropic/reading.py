@@ -33,11 +33,11 @@ def text_of(block: Block, at: str, allowed: str) -> str:
     return required(block.text, at, "text")
 
 
-def result_of(block: Block, at: str) -> str:
+def shown_of(block: Block, at: str, allowed: str = "text") -> str:
     """What a tool shows: a picture, or a file that is no text, the model is told of."""
     source = block.source
     is_media = isinstance(source, Source) and source.type in _MEDIA
-    return (told_of(block.type) if is_media else None) or material_of(block, at)
+    return (told_of(block.type) if is_media else None) or material_of(block, at, allowed)
 
 
 def material_of(block: Block, at: str, allowed: str = "text") -> str:

@@ -14,7 +14,7 @@ from forebay_gateway.api.anthropic.reading import (
     instructions,
     material_of,
     required,
-    result_of,
+    shown_of,
     text_of,
     texts_of,
 )
@@ -140,10 +140,13 @@ def _said(message: Message, at: str) -> Iterator[chat.Message]:
 
 
 def _user(blocks: Sequence[Block], at: str) -> Iterator[chat.Message]:
+    """What stands beside results is a tool's as well: so Claude Code shows the PDF that it read."""
+    of_tools = any(block.type == "tool_result" for block in blocks)
+    reads = shown_of if of_tools else material_of
     texts: list[str] = []
     for i, block in enumerate(blocks):
         if block.type != "tool_result":
-            texts.append(material_of(block, f"{at}[{i}]", "text or tool_result"))
+            texts.append(reads(block, f"{at}[{i}]", "text or tool_result"))
             continue
         if texts:
             yield chat.Message("user", BREAK.join(texts))
@@ -158,7 +161,7 @@ def _tool_result(block: Block, at: str) -> chat.Message:
     text = block.content
     if not isinstance(text, str):
         shown = enumerate(text or ())
-        text = BREAK.join([result_of(each, f"{at}.content[{i}]") for i, each in shown])
+        text = BREAK.join([shown_of(each, f"{at}.content[{i}]") for i, each in shown])
     if block.is_error:
         text = f"Error: {text}" if text else "Error"
     return chat.Message("tool", text, tool_call_id=required(block.tool_use_id, at, "tool_use_id"))
