@@ -95,6 +95,7 @@ _IN_PYDANTIC_AI = (
     "runs_plain", "runs_streamed", "runs_typed", "runs_typed_streamed",
     "runs_with_a_history_of_tools", "errors",
 )  # fmt: skip
+_IN_AGENT = ("says", "works", "is_shown_a_picture", "goes_on", "errors")
 _IN_OPENAI_NODE = _without("chat_parts", "responses_parse")
 
 CLIENTS = {
@@ -110,4 +111,6 @@ CLIENTS = {
     "litellm": Client("litellm", "litellm_python.py", _IN_LITELLM),
     "openai-agents": Client("agents", "agents_python.py", _IN_AGENTS),
     "pydantic-ai": Client("pydantic-ai", "pydantic_ai_python.py", _IN_PYDANTIC_AI),
+    "codex": Client("coding-agents", "codex.mjs", _IN_AGENT),
+    "claude-code": Client("coding-agents", "claude_code.mjs", (*_IN_AGENT, "answers_by_a_schema")),
 }

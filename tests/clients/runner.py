@@ -1,4 +1,4 @@
-"""Runs the clients' scripts against two servers and reads what each scenario came to."""
+"""Runs the clients' scripts against three servers and reads what each scenario came to."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from clients import environments
 from clients.catalog import ALONE, CLIENTS
@@ -19,15 +20,26 @@ Results = dict[tuple[str, str], str]
 """By client and scenario: empty when it went well, else what went wrong."""
 
 
-def run(server: Serve, echo: Serve, wanted: Mapping[str, set[str]]) -> Results:
+class Servers(NamedTuple):
+    """One with real models, to chat and to embed; one that echoes, takes two requests and thinks;
+    one whose model a script plays, which calls what it is told to."""
+
+    model: Serve
+    echo: Serve
+    scripted: Serve
+
+
+def run(servers: Servers, wanted: Mapping[str, set[str]]) -> Results:
     """Every wanted scenario: several clients at once, then one by one what must be alone."""
     variables = {
         **os.environ,
-        "CLIENTS_URL": server.url,
-        "CLIENTS_KEY": server.key,
-        "CLIENTS_MODEL": server.model,
-        "CLIENTS_ECHO_URL": echo.url,
-        "CLIENTS_ECHO_KEY": echo.key,
+        "CLIENTS_URL": servers.model.url,
+        "CLIENTS_KEY": servers.model.key,
+        "CLIENTS_MODEL": servers.model.model,
+        "CLIENTS_ECHO_URL": servers.echo.url,
+        "CLIENTS_ECHO_KEY": servers.echo.key,
+        "CLIENTS_SCRIPTED_URL": servers.scripted.url,
+        "CLIENTS_SCRIPTED_KEY": servers.scripted.key,
         "CLIENTS_EMBEDDING_MODEL": "all-minilm-l6-v2",
     }
     results: Results = {}

@@ -6,29 +6,34 @@ test; see `catalog.py` for the list and `scripts/` for what they check.
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from clients import environments, runner
 from clients.catalog import CLIENTS
-from serve_house import Serve, starting
+from serve_house import starting
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(3600)]
 
+SCRIPTED = (
+    "--engine", "echo", "--chat-template", str(Path(__file__).parent / "scripted.jinja"),
+    "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
+)  # fmt: skip
 CASES = [(name, scenario) for name, client in CLIENTS.items() for scenario in client.scenarios]
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[tuple[Serve, Serve]]:
-    """One with real models to chat and to embed; one that echoes, takes two requests and thinks."""
+def servers() -> Iterator[runner.Servers]:
     narrow = ("--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--echo-delay-ms", "10")
     with starting() as start:
         model = start("--embedding-model", "minilm")
         echo = start("--engine", "echo", "--reasoning-parser", "qwen3", *narrow)
-        yield model.wait_ready(), echo.wait_ready()
+        scripted = start(*SCRIPTED, "--served-model-name", "scripted")
+        yield runner.Servers(model.wait_ready(), echo.wait_ready(), scripted.wait_ready())
 
 
 @pytest.fixture(scope="session")
-def results(request: pytest.FixtureRequest, servers: tuple[Serve, Serve]) -> runner.Results:
+def results(request: pytest.FixtureRequest, servers: runner.Servers) -> runner.Results:
     """What came of every scenario that this session selected and whose environment is there."""
     wanted: dict[str, set[str]] = defaultdict(set)
     for item in request.session.items:
@@ -36,7 +41,7 @@ def results(request: pytest.FixtureRequest, servers: tuple[Serve, Serve]) -> run
         name = parameters.get("client")
         if name is not None and environments.is_built(CLIENTS[name].environment):
             wanted[name].add(parameters["scenario"])
-    return runner.run(*servers, wanted)
+    return runner.run(servers, wanted)
 
 
 @pytest.mark.parametrize(("client", "scenario"), CASES)
