@@ -7,12 +7,15 @@ import pytest
 import torch
 from forebay_shared.sampling import Grammar, SamplingParams
 from forebay_worker.engine import sampler
-from forebay_worker.engine.batch import Sampled
-from forebay_worker.engine.card_choice import LogprobsRead, adjust, choose, prepare
+from forebay_worker.engine.batch import Sampled, ScheduledRow
+from forebay_worker.engine.card_inputs import StepInputs, StepShape
+from forebay_worker.engine.card_sampling import CardSampler, CardStep
 from forebay_worker.engine.sequence import Sequence
 from kernel_house import make_sequence
 
-VOCAB = 300
+pytestmark = pytest.mark.usefixtures("few_programs")
+
+VOCAB, BLOCK = 300, 64
 ASKED = [
     SamplingParams(temperature=0, repetition_penalty=1.4),
     SamplingParams(temperature=0, repetition_penalty=0.6, logprobs=0),
@@ -49,8 +52,9 @@ def sequences(*rules: tuple[int, ...] | None) -> list[Sequence]:
     ruled = SamplingParams(temperature=0, logprobs=2, grammar=Grammar("regex"))
     for at, asked in enumerate([*ASKED, *(ruled,) * len(rules)]):
         tokens = torch.randint(0, 12, (16,)).tolist()
-        sequence = make_sequence(tokens[:6], [], asked)
+        sequence = make_sequence(tokens[:6], [0], asked)
         sequence.token_ids += [*tokens[6:], 4]
+        sequence.num_computed = 16
         sequence.seed, sequence.stop_ids = 2**63 + at, frozenset([2, 7])
         made.append(sequence)
     for sequence, allowed in zip(made[len(ASKED) :], rules, strict=True):
@@ -58,8 +62,23 @@ def sequences(*rules: tuple[int, ...] | None) -> list[Sequence]:
     return made
 
 
-def assert_same(found: list[Sampled], wanted: list[Sampled]) -> None:
+def choose(logits: torch.Tensor, rows: list[Sequence]) -> list[Sampled | None]:
+    """By a step of one decode row each, which these are the logits of."""
+    count, device = len(rows), logits.device
+    sampler = CardSampler(count, VOCAB, logits.dtype, device)
+    sampler.logits.copy_(logits)
+    inputs = StepInputs(count, count, 1, BLOCK)
+    plan = [ScheduledRow(row, 1, True) for row in rows]
+    filled = inputs.fill(plan, count, StepShape(count))
+    arrays = {name: torch.from_numpy(each).to(device) for name, each in inputs.arrays.items()}
+    sampler.launch(count, arrays)
+    return CardStep(plan, filled, sampler, arrays["token_ids"]).results()
+
+
+def assert_same(found: list[Sampled | None], wanted: list[Sampled] | list[Sampled | None]) -> None:
     for at, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one is not None
+        assert other is not None
         assert (one.corrupt, one.starved) == (other.corrupt, other.starved), at
         if one.corrupt:
             continue
@@ -103,33 +122,14 @@ def test_rows_without_a_number_or_a_choice_are_told_apart(device: torch.device) 
     wanted = sampler.sample(logits.clone(), rows)
     found = choose(logits.to(device), rows)
     assert_same(found, wanted)
-    assert [at for at, one in enumerate(found) if one.corrupt and not one.starved] == [2, 4]
-    assert [at for at, one in enumerate(found) if one.starved] == [8, len(rows) - 2]
-
-
-def test_what_nobody_asked_for_stays_as_it_is(device: torch.device) -> None:
-    rows = [make_sequence([1, 2, 3], [], SamplingParams(logprobs=1)) for _ in range(2)]
-    logits = torch.randn(2, VOCAB, device=device)
-    before = logits.clone()
-    adjust(logits, rows)
-    assert torch.equal(logits, before)
+    facts = [(one.corrupt, one.starved) for one in found if one is not None]
+    assert [at for at, each in enumerate(facts) if each == (True, False)] == [2, 4]
+    assert [at for at, each in enumerate(facts) if each == (True, True)] == [8, len(rows) - 2]
 
 
 def test_getting_ready_for_such_rows_leaves_the_logits_as_they_are(device: torch.device) -> None:
-    logits = torch.randn(2, VOCAB, device=device).bfloat16()
-    before = logits.clone()
-    prepare(logits)
-    assert torch.equal(logits, before)
-
-
-def test_logprobs_of_different_numbers_are_read_at_once(device: torch.device) -> None:
-    logits = torch.randn(3, VOCAB)
-    tokens = torch.tensor([4, 0, 299])
-    asked = [SamplingParams(logprobs=count) for count in (0, 5, 1000)]
-    read = LogprobsRead(logits.to(device), tokens.to(device), asked).results()
-    assert [len(each.top) for each in read] == [0, 5, VOCAB]
-    whole = logits.log_softmax(-1)
-    assert [each.logprob for each in read] == pytest.approx(
-        [float(whole[row, token]) for row, token in enumerate(tokens.tolist())], abs=1e-4
-    )
-    assert [token for token, _ in read[1].top] == whole[1].topk(5).indices.tolist()
+    sampler = CardSampler(2, VOCAB, torch.bfloat16, device)
+    sampler.logits.normal_()
+    before = sampler.logits.clone()
+    sampler.prepare()
+    assert torch.equal(sampler.logits, before)

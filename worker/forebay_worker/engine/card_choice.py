@@ -7,23 +7,18 @@ is the same there, but for rounding. It knows no model, no cache and no step.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from forebay_shared.sampling import SamplingParams
 from torch import Tensor
 
-from forebay_worker.engine import sequence
-from forebay_worker.engine.batch import Sampled, SequenceState
-from forebay_worker.engine.card_logprobs import LogprobsRead, LogprobsReader
-from forebay_worker.engine.card_rules import Rules, Words, most_words
+from forebay_worker.engine.batch import SequenceState
+from forebay_worker.engine.card_rules import Rules, Words, fill_params, most_words, param_fields
 from forebay_worker.engine.staging import Array, Fields, Layout, Staging
-from forebay_worker.kernels.adjust import adjust as adjust_logits
+from forebay_worker.kernels.adjust import adjust
 from forebay_worker.kernels.reference import Adjustments
-from forebay_worker.kernels.sampling import SamplingRows, make_scratch, sample, signed
-
-__all__ = ["CardChoice", "Choosing", "LogprobsRead", "adjust", "choose", "prepare"]
+from forebay_worker.kernels.sampling import SamplingRows, make_scratch, sample
 
 PIECE = 64
 """Rows at a time: their adjusted logits take 0.6 MB a row of 151,936 ids."""
@@ -66,11 +61,7 @@ def _layout(rows: int, words: int) -> Layout:
         "repetition": ("f4", rows),
         "presence": ("f4", rows),
         "frequency": ("f4", rows),
-        "temperature": ("f4", rows),
-        "top_k": ("i4", rows),
-        "top_p": ("f4", rows),
-        "min_p": ("f4", rows),
-        "seeds": ("i8", rows),
+        **param_fields(rows),
         "words": ("i8", words),
     }
     return Layout(fields)
@@ -109,21 +100,14 @@ class CardChoice:
         """Starts to choose a token for each row from its logits, of `logits` [any, vocab], to its
         place in `tokens` [any] int64. A row with a NaN, or with no finite largest logit once
         adjusted, is `corrupt` [any] int32, with a 1 there. The newest tokens are in `token_ids`."""
-        for adjusted in self.adjusted(rows, logits, token_ids):
+        self._renew(rows)
+        for count in self._send(rows):
+            adjusted = self._adjusted[:count]
+            adjust(logits, token_ids, self._adjustments, adjusted)
             sample(
                 adjusted, self._settings, self._scratch, tokens, corrupt,
                 places=self._adjustments.places,
             )  # fmt: skip
-
-    def adjusted(
-        self, rows: Sequence[Choosing], logits: Tensor, token_ids: Tensor
-    ) -> Iterator[Tensor]:
-        """Adjusted logits [piece, vocab] float32, piece by piece, each until the next."""
-        self._renew(rows)
-        for piece in self._send(rows):
-            out = self._adjusted[:piece]
-            adjust_logits(logits, token_ids, self._adjustments, out)
-            yield out
 
     def _renew(self, rows: Sequence[Choosing]) -> None:
         """Keeps the rules of these sequences, which are likely to be here again, and no others."""
@@ -172,57 +156,8 @@ class CardChoice:
             return
         for at, each in enumerate(sequences):
             params, arrays = each.sampling, self._arrays
+            fill_params(arrays, at, params, each.seed)
             arrays["repetition"][at] = params.repetition_penalty
             arrays["presence"][at] = params.presence_penalty
             arrays["frequency"][at] = params.frequency_penalty
-            arrays["temperature"][at] = 0.0 if params.greedy else params.temperature
-            arrays["top_k"][at] = params.top_k
-            arrays["top_p"][at] = params.top_p
-            arrays["min_p"][at] = params.min_p
-            arrays["seeds"][at] = signed(each.seed)
         self._settled = sequences
-
-
-def choose(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
-    """The next token of each sequence, all of whose tokens are known, by its row of logits
-    [R, vocabulary], with buffers of its own; waits for the card. A row with a NaN, or with no
-    finite largest logit once adjusted, is corrupt."""
-    count, vocab, device = *logits.shape, logits.device
-    tokens = torch.empty(count, dtype=torch.int64, device=device)
-    corrupt = torch.empty(count, dtype=torch.int32, device=device)
-    CardChoice(count, vocab, device).choose(_all(sequences), logits, tokens, tokens, corrupt)
-    broken = ~logits.amax(-1).isfinite()
-    facts = cast(list[list[int]], torch.stack((tokens, corrupt, broken), 1).tolist())
-    results = [
-        Sampled(token, corrupt=bad != 0, starved=bad != 0 and not was_broken)
-        for token, bad, was_broken in facts
-    ]
-    asked = [at for at, each in enumerate(sequences) if each.sampling.logprobs is not None]
-    if asked:
-        reader = LogprobsReader(len(asked), vocab, device)
-        settings = [sequences[at].sampling for at in asked]
-        read = reader.read(logits, tokens, np.array(asked), settings).results()
-        for at, logprobs in zip(asked, read, strict=True):
-            results[at].logprobs = logprobs
-    return results
-
-
-def adjust(logits: Tensor, sequences: Sequence[SequenceState]) -> None:
-    """In place, in rows of logits [R, vocabulary]: what grammars, clients and the engine allow,
-    favour and punish."""
-    choice = CardChoice(len(sequences), logits.shape[1], logits.device)
-    start = 0
-    nowhere = torch.zeros(1, dtype=torch.int64, device=logits.device)
-    for piece in choice.adjusted(_all(sequences), logits, nowhere):
-        logits[start : start + len(piece)] = piece
-        start += len(piece)
-
-
-def prepare(logits: Tensor) -> None:
-    """Compiles the kernels for such logits: no request waits for that."""
-    asked = SamplingParams(logprobs=1)
-    choose(logits[:1], [sequence.Sequence("", 0, "", 0, [0], 1, asked, 0, 2, frozenset())])
-
-
-def _all(sequences: Sequence[SequenceState]) -> list[Choosing]:
-    return [Choosing(each, at, -1, len(each.token_ids)) for at, each in enumerate(sequences)]

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forebay_worker.engine import card_sampling
 from forebay_worker.engine.batch import IntArray, ScheduledRow, SequenceState, scored_at
+from forebay_worker.engine.card_rules import fill_params, is_adjusted, param_fields
 from forebay_worker.engine.card_sampling import Filled
 from forebay_worker.engine.staging import Array, Fields, Layout
 
@@ -42,7 +42,7 @@ class StepShape(NamedTuple):
             "kv_slots": ("i8", tokens),
             "kv_lens": ("i4", rows),
             "sources": ("i4", self.decodes),
-            **card_sampling.fields(rows),
+            **param_fields(rows),
         }
         if self.chunks:
             fields = {**fields, "starts": ("i8", rows + 1), "logits_at": ("i8", rows)}
@@ -144,12 +144,10 @@ class StepInputs:
 
     def _set_params(self, at: int, sequence: SequenceState) -> None:
         params = sequence.sampling
-        card_sampling.fill_row(self.arrays, at, params, sequence.seed)
-        self._asks[at] = (
-            card_sampling.is_adjusted(params)
-            or params.min_tokens > 0
-            or params.logprobs is not None
-        )
+        fill_params(self.arrays, at, params, sequence.seed)
+        if adjusted := is_adjusted(params):
+            self.arrays["temperature"][at] = 0.0  # its token is chosen again: greedy is cheapest
+        self._asks[at] = adjusted or params.min_tokens > 0 or params.logprobs is not None
 
     def _fill_decodes(self, decodes: list[SequenceState], size: int) -> None:
         arrays, places, count = self.arrays, self._places, len(decodes)
@@ -176,7 +174,7 @@ class StepInputs:
         arrays["token_ids"][rest] = arrays["positions"][rest] = arrays["sources"][rest] = 0
         arrays["kv_slots"][rest] = -1
         arrays["kv_lens"][rest] = 0
-        card_sampling.fill_padding(arrays, start, end)
+        arrays["temperature"][rest] = 0.0
 
     def _renew_table(self, at: int, table: list[int]) -> None:
         """Of a decode row: all of it, or what has been appended."""
@@ -212,7 +210,7 @@ class StepInputs:
         arrays["starts"][end : last + 1] = start
         arrays["logits_at"][end:last] = 0
         arrays["kv_lens"][end:last] = 0
-        card_sampling.fill_padding(arrays, end, last)
+        arrays["temperature"][end:last] = 0.0
         rest = slice(start, first + shape.tokens)
         arrays["token_ids"][rest] = arrays["positions"][rest] = 0
         arrays["kv_slots"][rest] = -1
@@ -250,4 +248,4 @@ class StepInputs:
 def _is_adjusted(row: ScheduledRow) -> bool:
     sequence = row.sequence
     pending = sequence.num_computed + row.num_new - len(sequence.token_ids)
-    return card_sampling.is_adjusted(sequence.sampling) or bool(sequence.banned_ids(pending))
+    return is_adjusted(sequence.sampling) or bool(sequence.banned_ids(pending))

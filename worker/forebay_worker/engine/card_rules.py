@@ -1,17 +1,19 @@
-"""Rules: what a sequence asks of its next logits, as words for `kernels.adjust`.
+"""What a sequence asks of its next token, in numbers for `kernels.sampling` and in words for
+`kernels.adjust`.
 
 What stays the same is made once, and what has been said is counted on from where it stood, so a
 step costs what is new and not the whole context. It knows numbers, no tensor and no step.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from forebay_shared.sampling import SamplingParams
 
 from forebay_worker.engine.batch import IntArray, SequenceState
 from forebay_worker.engine.sampler import MOST_BIAS
+from forebay_worker.engine.staging import Fields
 
 _NO_WORDS: IntArray = np.zeros(0, np.int64)
 _ONCE = 1 << 32
@@ -25,6 +27,40 @@ def bits_size(vocab: int) -> int:
 def most_words(vocab: int) -> int:
     """Of one row: each id banned, biased and said, and the bits."""
     return 3 * vocab + bits_size(vocab)
+
+
+def param_fields(rows: int) -> Fields:
+    """The sampling kernel's parameters, as arrays of a packet."""
+    return {
+        "temperature": ("f4", rows),
+        "top_k": ("i4", rows),
+        "top_p": ("f4", rows),
+        "min_p": ("f4", rows),
+        "seeds": ("i8", rows),
+    }
+
+
+def fill_params(arrays: Mapping[str, Any], at: int, params: SamplingParams, seed: int) -> None:
+    """All of a row's parameters."""
+    arrays["temperature"][at] = 0.0 if params.greedy else params.temperature
+    arrays["top_k"][at] = params.top_k
+    arrays["top_p"][at] = params.top_p
+    arrays["min_p"][at] = params.min_p
+    arrays["seeds"][at] = seed - (seed >> 63 << 64)  # the 64 bits, as an int64 has them
+
+
+def is_adjusted(params: SamplingParams) -> bool:
+    """Whether every token of such a sequence is chosen from other logits than the model's.
+    `banned_ids` may add some while `min_tokens` holds."""
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+        or params.grammar is not None
+    )
 
 
 def needs_host(params: SamplingParams) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from forebay_shared.settings import WorkerSettings
 
-from forebay_worker.engine import card_choice, fp8_weights, loading
+from forebay_worker.engine import fp8_weights, loading
 from forebay_worker.engine.adapters import NO_ADAPTERS, load_adapters
 from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
 from forebay_worker.engine.card_inputs import StepInputs, StepShape
@@ -85,7 +85,7 @@ class CardRunner:
         self._cache = self._new_cache(self.num_blocks)
         self._steps = self._new_steps(self._cache)
         if graphs and self._device.type == "cuda":
-            card_choice.prepare(self._sampler.logits)
+            self._sampler.prepare()
             self._capture()
 
     @property

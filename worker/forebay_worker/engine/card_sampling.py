@@ -8,64 +8,21 @@ must have seen a token before another is chosen, the next step waits for this on
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from forebay_shared.sampling import SamplingParams
 from torch import Tensor
 
+from forebay_worker.engine import sequence
 from forebay_worker.engine.batch import IntArray, Sampled, ScheduledRow
 from forebay_worker.engine.card_choice import CardChoice, Choosing
 from forebay_worker.engine.card_logprobs import LogprobsReader, Reading
-from forebay_worker.engine.card_rules import needs_host
+from forebay_worker.engine.card_rules import needs_host, param_fields
 from forebay_worker.engine.scoring import Logits, add_scores
-from forebay_worker.engine.staging import Fetched, Fields, Harvest
-from forebay_worker.kernels.sampling import (
-    SamplingRows,
-    SamplingScratch,
-    make_scratch,
-    sample,
-    signed,
-)
-
-
-def fields(rows: int) -> Fields:
-    """The kernel's parameters, as arrays of a packet."""
-    return {
-        "temperature": ("f4", rows),
-        "top_k": ("i4", rows),
-        "top_p": ("f4", rows),
-        "min_p": ("f4", rows),
-        "seeds": ("i8", rows),
-    }
-
-
-def fill_row(arrays: Mapping[str, Any], at: int, params: SamplingParams, seed: int) -> None:
-    """All of a row's parameters. A row whose token is chosen again is greedy here: cheapest."""
-    greedy = params.greedy or is_adjusted(params)
-    arrays["temperature"][at] = 0.0 if greedy else params.temperature
-    arrays["top_k"][at] = params.top_k
-    arrays["top_p"][at] = params.top_p
-    arrays["min_p"][at] = params.min_p
-    arrays["seeds"][at] = signed(seed)
-
-
-def fill_padding(arrays: Mapping[str, Any], start: int, end: int) -> None:
-    arrays["temperature"][start:end] = 0.0
-
-
-def is_adjusted(params: SamplingParams) -> bool:
-    """Whether every token of such a sequence is chosen from other logits than the model's.
-    `banned_ids` may add some while `min_tokens` holds."""
-    return bool(
-        params.logit_bias
-        or params.allowed_token_ids
-        or params.bad_words
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1
-        or params.grammar is not None
-    )
+from forebay_worker.engine.staging import Fetched, Harvest
+from forebay_worker.kernels.sampling import SamplingRows, SamplingScratch, make_scratch, sample
 
 
 class Filled(NamedTuple):
@@ -104,16 +61,24 @@ class CardSampler:
         self._reader = LogprobsReader(most_rows, vocab_size, device)
         self._device = device
 
+    def prepare(self) -> None:
+        """Compiles what is launched behind a step, by a row that nobody asked for: no request waits
+        for that. The logits stay as they are."""
+        params = SamplingParams(logprobs=1)
+        row = sequence.Sequence("", 0, "", 0, [0], 1, params, 0, 2, frozenset())
+        self.choose([Choosing(row, 0, -1, 1)], self.tokens)
+        self.read(np.zeros(1, np.int64), [params])
+
     def launch(self, rows: int, arrays: Mapping[str, Tensor]) -> None:
-        """Samples the first `rows` rows of the logits by the arrays of `fields` and the positions
-        that the tokens will have, which are the rows' `kv_lens`."""
+        """Samples the first `rows` rows of the logits by the arrays of `param_fields` and the
+        positions that the tokens will have, which are the rows' `kv_lens`."""
         scratch = self._scratch.get(rows)
         if scratch is None:
             scratch = self._scratch[rows] = make_scratch(rows, self._device)
         sample(
             self.logits[:rows],
             SamplingRows(
-                **{name: arrays[name] for name in fields(rows)}, positions=arrays["kv_lens"]
+                **{name: arrays[name] for name in param_fields(rows)}, positions=arrays["kv_lens"]
             ),
             scratch,
             self.tokens[:rows],
@@ -186,11 +151,11 @@ class CardStep:
 
 def _choosing(row: ScheduledRow, place: int) -> Choosing:
     """Raises ValueError when the host does not know all that it must."""
-    sequence = row.sequence
-    position = sequence.num_computed + row.num_new
-    if position == len(sequence.token_ids):
-        return Choosing(sequence, place, -1, position)
-    if needs_host(sequence.sampling):
+    own = row.sequence
+    position = own.num_computed + row.num_new
+    if position == len(own.token_ids):
+        return Choosing(own, place, -1, position)
+    if needs_host(own.sampling):
         raise ValueError("a row with bad words or a grammar does not know its newest token")
     # A decode row's one token is where the row is; the step before sampled it.
-    return Choosing(sequence, place, place, position)
+    return Choosing(own, place, place, position)

@@ -52,11 +52,6 @@ class SamplingRows(NamedTuple):
     positions: Tensor
 
 
-def signed(seed: int) -> int:
-    """The 64 bits of a seed as an int64 has them."""
-    return seed - (seed >> 63 << 64)
-
-
 @triton.jit
 def _mix(x):
     x = x ^ (x >> 16)
