@@ -300,6 +300,25 @@ def test_a_body_that_is_no_json_is_told_where_without_what_stands_there(api: Api
         assert message == f"The body is not valid JSON in UTF-8: see byte {place}."
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b'"' + b'\\"' * 45_000,
+        b"1" * 90_000,
+        b"1." + b"0" * 90_000 + b"5}",
+        b"0.0" * 30_000,
+        b"-" * 90_000,
+    ],
+    ids=["a string without an end", "digits", "noughts", "numbers", "signs"],
+)
+def test_no_body_takes_longer_than_its_length_to_look_for_whole_numbers(
+    api: Api, rest: bytes
+) -> None:
+    """Each took up to a minute, or ran out of stack, when parts of it were looked at many times."""
+    body = b'{"max_tokens": 1.5, "unknown": ' + rest
+    refused(api.http.post(CHAT, content=body, headers=JSON), 400, "max_tokens")
+
+
 def test_thousands_of_bad_items_give_one_small_error_without_the_input(api: Api) -> None:
     bad = [{"role": SECRET, "content": {SECRET: 1}}] * 1000
     response = api.chat(messages=bad)
