@@ -105,7 +105,8 @@ class Digests:
                 await self._ready.wait()
             until = loop.time() + SLICE_S
             while self._queue:
-                first = event, since = self._queue[0]
+                first = self._queue[0]
+                event, since = first
                 for _ in self._apply(event, since):
                     if loop.time() >= until:
                         await asyncio.sleep(0)

@@ -83,25 +83,41 @@ class Interpreter:
         """
         held = answer if answer is not None and answer.kind in _JSON else None
         thinks = thinks and (answer is None or held is not None)
-        reasoning = reasoning_parser(self._reasoning, renderer.template) if thinks else None
-        specials = renderer.vocabulary.special_texts
-        if reasoning is not None and held is not None and reasoning.end in specials:
-            reasoning = None  # a grammar over text could never let the model end its thinking
+        reasoning = self._reasoning_parser(renderer, held) if thinks else None
         opened = reasoning.opened(renderer.decode(prompt[-_TAIL:])) if reasoning else Opened.UNSAID
-        state = reasoning(opened) if reasoning else None
         reading = Reading(renderer.vocabulary, reasoning, opened)
-        if use is None:
-            grammar = None
-            if held is not None and state is not None and state.undecided:
-                grammar = thought_and_answer(held, state)
-            return msgspec.structs.replace(reading, grammar=grammar)
+        state = reasoning(opened) if reasoning else None
+        if use is not None:
+            return self._with_tools(reading, renderer, use, held, state)
+        if held is None or state is None or not state.undecided:
+            return reading
+        return msgspec.structs.replace(reading, grammar=thought_and_answer(held, state))
+
+    def _reasoning_parser(
+        self, renderer: Renderer, held: Grammar | None
+    ) -> type[ReasoningParser] | None:
+        """None as well where the answer is held to JSON and the end of thinking is a control token:
+        a grammar over text could never let the model end it."""
+        parser = reasoning_parser(self._reasoning, renderer.template)
+        if parser is None or held is None:
+            return parser
+        return None if parser.end in renderer.vocabulary.special_texts else parser
+
+    def _with_tools(
+        self,
+        reading: Reading,
+        renderer: Renderer,
+        use: ToolUse,
+        held: Grammar | None,
+        state: ReasoningParser | None,
+    ) -> Reading:
         family = tool_parser(self._tools, renderer.template)
-        if not use.forced and held is None:
-            return msgspec.structs.replace(reading, tools=family, use=use)
-        parser = forced_parser(family, specials)
+        parser = forced_parser(family, renderer.vocabulary.special_texts)
         several = not use.one_call
-        if use.forced or held is None:
+        if use.forced:
             grammar = forced_grammar(parser, use.forced, several=several, reasoning=state)
-        else:
+        elif held is not None:
             grammar = answer_or_calls(parser, use.tools, held, several=several, reasoning=state)
+        else:
+            return msgspec.structs.replace(reading, tools=family, use=use)
         return msgspec.structs.replace(reading, tools=parser, use=use, grammar=grammar)

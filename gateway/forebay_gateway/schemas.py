@@ -1,8 +1,9 @@
-"""JSON schemas as libraries write them, without the keywords that ask for nothing.
+"""JSON schemas as libraries write them, without the keywords that ask for nothing, and as hosts of
+tools write them, without the mistakes.
 
 An engine refuses a keyword that it cannot enforce. Zod says of every record that its keys are
 strings, and libraries of all sorts have formats of their own: to leave these out allows no value
-that the schema does not. It knows no engine.
+that the schema does not. It knows no engine and no tool.
 """
 
 import json
@@ -35,6 +36,9 @@ _COUNTS = frozenset(
     f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
 )
 _REMARKS = frozenset({"$comment", "description", "title"})
+_VALUES = ("const", "default", "enum", "examples")
+"""Keywords that hold values and no schemas."""
+_LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 _SUSPECT = re.compile(r'"(?:format|propertyNames|uniqueItems|unevaluated\w+|dependent\w+)"|\.0')
 
 
@@ -54,6 +58,17 @@ def plain(schema: dict[str, Json]) -> dict[str, Json]:
     """The same of a schema that was read."""
     return {
         name: _value(name, value) for name, value in schema.items() if not _is_idle(name, value)
+    }
+
+
+def bearable(schema: dict[str, Json]) -> dict[str, Json]:
+    """Without what is written by mistake and means nothing: null for what is absent, an empty list
+    of properties, as PHP writes an empty object, and `required` that says yes or no. Nor with
+    patterns that look around, which no grammar can hold a model to."""
+    return {
+        name: value if name in _VALUES else _within(value)
+        for name, value in schema.items()
+        if not _is_void(name, value)
     }
 
 
@@ -93,3 +108,23 @@ def _is_any_name(schema: Json) -> bool:
         return schema is True
     said = {name: value for name, value in schema.items() if name not in _REMARKS}
     return said in ({}, {"type": "string"})
+
+
+def _is_void(name: str, value: Json) -> bool:
+    match name:
+        case "pattern" if isinstance(value, str):
+            return _LOOKAROUND.search(value) is not None
+        case "properties" | "$defs" | "definitions":
+            return value is None or value == []
+        case "const":
+            return False
+        case "required":
+            return value is None or isinstance(value, bool)
+        case _:
+            return value is None
+
+
+def _within(value: Json) -> Json:
+    if isinstance(value, dict):
+        return bearable(value)
+    return [_within(each) for each in value] if isinstance(value, list) else value

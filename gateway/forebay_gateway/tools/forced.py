@@ -17,7 +17,7 @@ from forebay_shared.template import Json
 from msgspec.structs import replace
 
 from forebay_gateway.reasoning.base import ReasoningParser
-from forebay_gateway.schemas import plain
+from forebay_gateway.schemas import bearable, plain
 from forebay_gateway.tools.base import Tool, ToolParser
 from forebay_gateway.tools.hermes import OPEN, HermesParser
 from forebay_gateway.tools.llama3_json import Llama3JsonParser
@@ -31,12 +31,9 @@ _SPELLING: dict[str, Json] = {
 """As templates write JSON, and no endless white space."""
 _ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf", "if")
 """Keywords by which a schema names properties that are not its own."""
-_VALUES = ("const", "default", "enum", "examples")
-"""Keywords that hold values and no schemas."""
 _DEFINITIONS = ("$defs", "definitions")
 _OF_DEFINITIONS = re.compile(r"#/(?:\$defs|definitions)/")
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
-_LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 
 
 def forced_parser(family: type[ToolParser], control_tokens: Sequence[str]) -> type[ToolParser]:
@@ -186,7 +183,7 @@ def _schema(tool: Tool) -> dict[str, Json]:
 
 
 def _without_form(tool: Tool) -> dict[str, Json]:
-    parameters = plain(tool.parameters) if tool.strict else _bearable(tool.parameters)
+    parameters = plain(tool.parameters) if tool.strict else bearable(tool.parameters)
     schema: dict[str, Json] = {"type": "object", "properties": {}, **parameters}
     if _names_all(schema):
         schema.setdefault("additionalProperties", False)
@@ -201,33 +198,3 @@ def _names_all(schema: dict[str, Json]) -> bool:
     if not isinstance(properties, dict) or not isinstance(required, list):
         return True
     return all(isinstance(name, str) and name in properties for name in required)
-
-
-def _bearable(schema: dict[str, Json]) -> dict[str, Json]:
-    """Without what is written by mistake and means nothing: null for what is absent, an empty list
-    of properties, as PHP writes an empty object, and `required` that says yes or no."""
-    return {
-        name: value if name in _VALUES else _within(value)
-        for name, value in schema.items()
-        if not _is_void(name, value)
-    }
-
-
-def _is_void(name: str, value: Json) -> bool:
-    match name:
-        case "pattern" if isinstance(value, str):
-            return _LOOKAROUND.search(value) is not None
-        case "properties" | "$defs" | "definitions":
-            return value is None or value == []
-        case "const":
-            return False
-        case "required":
-            return value is None or isinstance(value, bool)
-        case _:
-            return value is None
-
-
-def _within(value: Json) -> Json:
-    if isinstance(value, dict):
-        return _bearable(value)
-    return [_within(each) for each in value] if isinstance(value, list) else value

@@ -2,8 +2,7 @@
 
 A schema travels as the client's own text, so that its properties keep their order; what asks for
 nothing is left out. Here is decided what is well-formed and of bearable size; what the schema means
-is the engine's to say. It knows no
-model and no Litestar.
+is the engine's to say. It knows no model and no Litestar.
 """
 
 import re
