@@ -2,8 +2,8 @@
 
 cuBLAS loses where a weight is narrow and rows are few (2,048 -> 1,024 at one row on an H200: 11.8
 against 3.9 us), and wins for most others beyond 64 rows: there an own product is tried only where
-its tiles are one wave. The table is filled once at start-up, by a graph over all weights
-of a shape, so that no weight is measured out of the cache.
+its tiles are one wave. The table is filled once at start-up, by a graph over all weights of a
+shape, so that no weight is measured out of the cache.
 
 An e4m3 weight is not measured: what its product with more rows rounds, that with few does not, and
 a model's answers are not to depend on a measurement. Up to 128 rows it is `small_linear`: cuBLAS
