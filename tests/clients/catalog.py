@@ -48,6 +48,7 @@ ANTHROPIC = (
     "messages_stream_helper",
     "messages_tools",
     "messages_tool_result",
+    "messages_tool_runner",
     "messages_thinking",
     "count_tokens",
     "models",

@@ -126,6 +126,8 @@ def answer_with(**fields: object) -> dict:
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"container": "c"}, "container"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"inference_geo": "eu"}, "inference_geo"),
         ({"cache_salt": ""}, "cache_salt"),

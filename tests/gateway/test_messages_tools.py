@@ -3,10 +3,14 @@
 import json
 from collections.abc import Iterator
 
+import anthropic
 import pytest
-from gateway_fakes import TEMPLATE, Api, ScriptedBackend, running_api
+from forebay_gateway.jobs import Job
+from gateway_fakes import MODEL, TEMPLATE, Api, Play, ScriptedBackend, running_api
+from messages import check_message_error
 from messages_house import (
     CALL,
+    HI,
     LATER,
     NOW,
     TIME,
@@ -131,3 +135,30 @@ def test_a_template_without_turns_for_tools_still_tells_the_model_of_them() -> N
     with running_api(ScriptedBackend(template=TEMPLATE, max_model_len=2048)) as api:
         both(api, tools=TOOLS)
         assert "weather" in prompt_text(api)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_runner_that_hears_of_no_threads_sends_the_whole_conversation(
+    api: Api, stream: bool
+) -> None:
+    """It begins with a thread, in which it would send no more than the results."""
+
+    def time() -> str:
+        """Says the time."""
+        return "noon"
+
+    def play(job: Job, index: int) -> Play:
+        prompt = api.backend.tokenizer.decode(job.prompt)
+        text = "It is noon." if "noon(" in prompt else NOW
+        return Play(api.backend.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    api.backend.script = play
+    client = anthropic.Anthropic(base_url=api.url, api_key="k", max_retries=0)
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=200, messages=HI, tools=[anthropic.beta_tool(time)], stream=stream
+    )
+    said = [turn.get_final_message() if stream else turn for turn in runner]
+    assert [message.stop_reason for message in said] == ["tool_use", "end_turn"]
+    assert "user\nhi<|im_end|>" in prompt_text(api)
+    error = check_message_error(post(api, thread={"type": "create"}).content)
+    assert error["details"] == {"error_code": "thread_unsupported_request"}

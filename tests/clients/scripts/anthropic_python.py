@@ -11,6 +11,8 @@ from harness import (
     MODEL,
     PATIENCE_S,
     QUESTION,
+    SCRIPTED_KEY,
+    SCRIPTED_URL,
     URL,
     WEATHER,
     check,
@@ -114,6 +116,27 @@ def messages_tool_result() -> None:
         **{**FORCED, "messages": turns, "tool_choice": {"type": "none"}, "max_tokens": 8}
     )
     check(after.content[0].text, after)
+
+
+@scenario
+def messages_tool_runner() -> None:
+    """It asks for a thread first, hears that there is none, and sends the whole conversation."""
+    scripted = anthropic.Anthropic(
+        base_url=SCRIPTED_URL.removesuffix("/v1"), api_key=SCRIPTED_KEY, timeout=PATIENCE_S
+    )
+
+    @anthropic.beta_tool
+    def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        return str(a + b)
+
+    said = [{"role": "user", "content": 'CALL add {"a": 1, "b": 2}\nCALL add {"a": 3, "b": 4}'}]
+    ask = {"model": "scripted", "max_tokens": 400, "messages": said, "tools": [add]}
+    for stream in (False, True):
+        runner = scripted.beta.messages.tool_runner(**ask, stream=stream)
+        turns = [turn.get_final_message() if stream else turn for turn in runner]
+        check([turn.stop_reason for turn in turns] == [*["tool_use"] * 2, "end_turn"], turns)
+        check(turns[-1].content[0].text == "The last one gave: 7", turns)
 
 
 @scenario

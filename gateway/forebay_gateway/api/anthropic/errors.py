@@ -7,7 +7,12 @@ the chat request that a call was translated into. It knows no route.
 import re
 
 import msgspec
-from forebay_shared.errors import ContextLengthError, ForebayError, OverloadedError
+from forebay_shared.errors import (
+    ContextLengthError,
+    ForebayError,
+    OverloadedError,
+    UnsupportedError,
+)
 
 from forebay_gateway.api.errors import MAX_MESSAGE
 
@@ -31,9 +36,25 @@ _NAMES = [
 ]
 
 
+class UnavailableError(UnsupportedError):
+    """A service of Anthropic's that is not here. By the code the SDKs know it, and what to do
+    instead: without threads their tool runners send the whole conversation."""
+
+    def __init__(self, message: str, error_code: str) -> None:
+        super().__init__(message)
+        self.error_code = error_code
+
+
+class Details(msgspec.Struct, frozen=True):
+    error_code: str
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
+    """`details` are there where a client is to go by them."""
+
     type: str
     message: str
+    details: Details | msgspec.UnsetType = msgspec.UNSET
 
 
 class Envelope(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -49,7 +70,9 @@ def status(error: ForebayError) -> int:
 def envelope(error: ForebayError, request_id: str | None) -> bytes:
     """The JSON of an error."""
     message = _renamed(error)[:MAX_MESSAGE]
-    return msgspec.json.encode(Envelope(ErrorBody(_type(error), message), request_id))
+    told = isinstance(error, UnavailableError)
+    details = Details(error.error_code) if told else msgspec.UNSET
+    return msgspec.json.encode(Envelope(ErrorBody(_type(error), message, details), request_id))
 
 
 def _type(error: ForebayError) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from forebay_shared.errors import InvalidRequestError, UnsupportedError
 from msgspec import Meta
 
+from forebay_gateway.api.anthropic.errors import UnavailableError
 from forebay_gateway.api.decoding import decode, null
 from forebay_gateway.api.openai import refused
 from forebay_gateway.api.openai.schema import MAX_MESSAGES, Count
@@ -187,6 +188,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    compaction: object = None
+    thread: object = None
 
 
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
@@ -197,12 +200,24 @@ def decode_messages(body: bytes | bytearray) -> MessagesRequest:
     """Raises InvalidRequestError that names the first bad field."""
     request = decode(_messages_decoder, body)
     _check(request)
+    _check_unavailable(request)
     budget = request.thinking.budget_tokens if request.thinking else None
     if budget is not None and budget >= request.max_tokens:
         raise InvalidRequestError(
             "thinking.budget_tokens must be below max_tokens.", param="thinking.budget_tokens"
         )
     return request
+
+
+def _check_unavailable(request: MessagesRequest) -> None:
+    """What would make of the messages another request than they are."""
+    if request.thread is not None:
+        raise UnavailableError(
+            "thread is not supported here; send the whole conversation without it.",
+            "thread_unsupported_request",
+        )
+    if request.compaction is not None:
+        raise UnsupportedError("compaction is not supported here; ask for a summary in messages.")
 
 
 def decode_count(body: bytes | bytearray) -> CountRequest:
