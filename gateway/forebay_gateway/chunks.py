@@ -1,4 +1,4 @@
-"""What a chunked body announces, read beside the HTTP parser, which tells no sizes.
+"""What the chunks of a body announce, read beside the HTTP parser, which tells no sizes.
 
 A client may say that 68 GB are to come and then send nothing: who knows the size refuses it at
 once, rather than when the time for the body is over. It knows no request and no limit.
@@ -9,7 +9,8 @@ _MAX_LINE = 64
 
 
 class ChunkSizes:
-    """The chunks of one body, whatever pieces it comes in. What is malformed is for the parser."""
+    """The chunks of one request, whatever pieces it comes in, its head included. What is malformed
+    is for the parser."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -35,7 +36,7 @@ class ChunkSizes:
             at = end + 1
 
     def _begin(self, line: bytes) -> None:
-        """A first line, or a trailer behind the last chunk."""
+        """A first line; or one of the head, or a trailer, which are no number."""
         try:
             size = int(line.partition(b";")[0], 16)
         except ValueError:

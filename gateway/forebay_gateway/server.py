@@ -79,9 +79,7 @@ class Protocol(HttpToolsProtocol):
     _stall_timer: asyncio.TimerHandle | None = None
     """Runs while what was written is not read."""
     _chunks: ChunkSizes | None = None
-    """Of the body that is coming, when it comes in chunks."""
-    _head_end: bytes | None = b""
-    """The last bytes of a head so far: its blank line may come in two pieces."""
+    """Of the request that is coming, unless its body comes in no chunks."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -120,11 +118,7 @@ class Protocol(HttpToolsProtocol):
     def _watch_chunks(self, data: bytes) -> None:
         """Ends a request whose chunks announce more than a body may have."""
         if self._chunks is None:
-            self._head_end = ((self._head_end or b"") + data[-3:])[-3:]
             return
-        if self._head_end is not None:
-            data = (self._head_end + data).partition(b"\r\n\r\n")[2]
-            self._head_end = None
         self._chunks.push(data)
         assert isinstance(self.config, Config)
         if self._chunks.announced > self.config.max_body_bytes:
@@ -150,7 +144,7 @@ class Protocol(HttpToolsProtocol):
         if self._answering:
             raise ValueError("a request behind another one")  # a parse error, like any in callbacks
         super().on_message_begin()
-        self._chunks, self._head_end = None, b""
+        self._chunks = ChunkSizes()
         self._head_bytes = 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
@@ -168,8 +162,8 @@ class Protocol(HttpToolsProtocol):
         if self._upgrades():
             return
         self._stop_head_timer()
-        if any(name == b"transfer-encoding" for name, _ in self.headers):
-            self._chunks = ChunkSizes()
+        if all(name != b"transfer-encoding" for name, _ in self.headers):
+            self._chunks = None
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
