@@ -36,16 +36,16 @@ class EngineMetrics:
     ) -> None:
         self.registry = registry
         self._engine = engine
-        made = _Vllm(registry, {"model_name": model_name, "engine": engine})
-        self._running = made.gauge("num_requests_running", "Sequences in the running batch.")
-        self._waiting = made.gauge("num_requests_waiting", "Sequences waiting for the batch.")
-        self._kv_usage = made.gauge("kv_cache_usage_perc", "KV blocks in use, 1 is all of them.")
-        self._prompt = made.counter("prompt_tokens", "Prompt tokens prefilled or found in cache.")
-        self._generation = made.counter("generation_tokens", "Tokens generated.")
-        self._queries = made.counter("prefix_cache_queries", "Prompt tokens looked up in cache.")
-        self._hits = made.counter("prefix_cache_hits", "Prompt tokens found in cache.")
-        self._preemptions = made.counter("num_preemptions", "Sequences preempted.")
-        self._step_tokens = made.histogram(
+        make = _Vllm(registry, {"model_name": model_name, "engine": engine})
+        self._running = make.gauge("num_requests_running", "Sequences in the running batch.")
+        self._waiting = make.gauge("num_requests_waiting", "Sequences waiting for the batch.")
+        self._kv_usage = make.gauge("kv_cache_usage_perc", "KV blocks in use, 1 is all of them.")
+        self._prompt = make.counter("prompt_tokens", "Prompt tokens prefilled or found in cache.")
+        self._generation = make.counter("generation_tokens", "Tokens generated.")
+        self._queries = make.counter("prefix_cache_queries", "Prompt tokens looked up in cache.")
+        self._hits = make.counter("prefix_cache_hits", "Prompt tokens found in cache.")
+        self._preemptions = make.counter("num_preemptions", "Sequences preempted.")
+        self._step_tokens = make.histogram(
             "iteration_tokens_total", "Tokens of one engine step.", _STEP_TOKENS
         )
         self._step_failures = Counter(
@@ -61,7 +61,7 @@ class EngineMetrics:
             _HOST_S,
         )
         registry.register(self._step_host)
-        self._sequences = _Sequences(made, max_model_len)
+        self._sequences = _Sequences(make, max_model_len)
 
     def cache_config(self, **fields: str | float) -> None:
         """Publishes the cache's shape as labels of an info gauge, as vLLM does. Call it once."""
@@ -167,34 +167,34 @@ class _Vllm:
 class _Sequences:
     """What sequences took: the times in seconds, the sizes in tokens."""
 
-    def __init__(self, made: _Vllm, max_model_len: int) -> None:
-        self.ttft = made.histogram(
+    def __init__(self, make: _Vllm, max_model_len: int) -> None:
+        self.ttft = make.histogram(
             "time_to_first_token_seconds", "From intake to the first token.", _TTFT_S
         )
-        self.itl = made.histogram("inter_token_latency_seconds", "Between two tokens.", _ITL_S)
-        self.e2e = made.histogram(
+        self.itl = make.histogram("inter_token_latency_seconds", "Between two tokens.", _ITL_S)
+        self.e2e = make.histogram(
             "e2e_request_latency_seconds", "From intake to the last token.", _LATENCY_S
         )
-        self.queue = made.histogram(
+        self.queue = make.histogram(
             "request_queue_time_seconds", "From intake to the first step.", _LATENCY_S
         )
-        self.prefill = made.histogram(
+        self.prefill = make.histogram(
             "request_prefill_time_seconds", "From the first step to the first token.", _LATENCY_S
         )
-        self.decode = made.histogram(
+        self.decode = make.histogram(
             "request_decode_time_seconds", "From the first token to the last.", _LATENCY_S
         )
         sizes = _one_two_five(max_model_len)
-        self.prompt_size = made.histogram(
+        self.prompt_size = make.histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", sizes
         )
-        self.generation_size = made.histogram(
+        self.generation_size = make.histogram(
             "request_generation_tokens", "Tokens generated for a request.", sizes
         )
-        self.max_tokens = made.histogram(
+        self.max_tokens = make.histogram(
             "request_params_max_tokens", "The max_tokens that requests ask for.", sizes
         )
-        self.success = made.counters(
+        self.success = make.counters(
             "request_success",
             "Sequences that ended, by finish reason.",
             "finished_reason",

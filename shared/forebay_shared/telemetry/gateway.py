@@ -33,16 +33,16 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        made = _Made(registry)
-        self.http = HttpMetrics(made)
-        self.jobs = JobMetrics(made)
-        self.responses = ResponseMetrics(made)
-        self.fleet = FleetMetrics(made)
-        self.routing = RoutingMetrics(made)
-        self.process = ProcessMetrics(made)
+        make = _Maker(registry)
+        self.http = HttpMetrics(make)
+        self.jobs = JobMetrics(make)
+        self.responses = ResponseMetrics(make)
+        self.fleet = FleetMetrics(make)
+        self.routing = RoutingMetrics(make)
+        self.process = ProcessMetrics(make)
 
 
-class _Made:
+class _Maker:
     """Makes metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -62,22 +62,22 @@ class _Made:
 class HttpMetrics:
     """Requests as clients make them, and the clients."""
 
-    def __init__(self, made: _Made) -> None:
-        self._requests = made.counter(
+    def __init__(self, make: _Maker) -> None:
+        self._requests = make.counter(
             "forebay_http_requests", "HTTP requests answered.", "route", "status"
         )
-        self._seconds = made.histogram(
+        self._seconds = make.histogram(
             "forebay_http_request_seconds",
             "From the request's head to the last byte of its answer.",
             "route",
         )
         self._answers: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self.open_requests = made.gauge("forebay_open_requests", "HTTP requests that are open.")
-        self.open_streams = made.gauge("forebay_open_streams", "Event streams that are open.")
-        self.slow_clients = made.counter(
+        self.open_requests = make.gauge("forebay_open_requests", "HTTP requests that are open.")
+        self.open_streams = make.gauge("forebay_open_streams", "Event streams that are open.")
+        self.slow_clients = make.counter(
             "forebay_slow_clients", "Clients cut off since they did not read."
         )
-        self._auth_refused = made.counter(
+        self._auth_refused = make.counter(
             "forebay_auth_refused",
             "Requests whose key or token opened nothing here, by the code of their error.",
             "reason",
@@ -103,33 +103,33 @@ class HttpMetrics:
 class JobMetrics:
     """Work for the engines, from what is turned away to what had to be made again."""
 
-    def __init__(self, made: _Made) -> None:
-        self.open_generations = made.gauge(
+    def __init__(self, make: _Maker) -> None:
+        self.open_generations = make.gauge(
             "forebay_open_generations", "Jobs placed or to be placed on a worker."
         )
-        self.inbox_tokens = made.gauge(
+        self.inbox_tokens = make.gauge(
             "forebay_inbox_tokens", "Token ids that wait for their client."
         )
-        self.cancelled = made.counter("forebay_cancelled", "Jobs left before their end.")
-        self.given_up = made.counter(
+        self.cancelled = make.counter("forebay_cancelled", "Jobs left before their end.")
+        self.given_up = make.counter(
             "forebay_given_up", "Requests that ended a worker which ran nothing beside them."
         )
-        self._embedded_inputs = made.counter(
+        self._embedded_inputs = make.counter(
             "forebay_embedded_inputs", "Inputs that became vectors."
         )
-        self._embedded_tokens = made.counter("forebay_embedded_tokens", "Tokens of those inputs.")
-        self._dropped = made.counter("forebay_dropped_replies", "Replies dropped.", "reason")
-        self._fallbacks = made.counter(
+        self._embedded_tokens = make.counter("forebay_embedded_tokens", "Tokens of those inputs.")
+        self._dropped = make.counter("forebay_dropped_replies", "Replies dropped.", "reason")
+        self._fallbacks = make.counter(
             "forebay_alias_fallbacks",
             "Requests that went on to the next model of their alias, by reason.",
             "reason",
         )
-        self._shed = made.counter(
+        self._shed = make.counter(
             "forebay_shed",
             "Requests that were not served though they were sound, by the code of their error.",
             "reason",
         )
-        self._resubmitted = made.counter(
+        self._resubmitted = make.counter(
             "forebay_resubmitted", "Attempts after a job's first.", "reason"
         )
 
@@ -156,11 +156,11 @@ class JobMetrics:
 class ResponseMetrics:
     """Responses that are kept, or run without their client."""
 
-    def __init__(self, made: _Made) -> None:
-        self.background = made.gauge(
+    def __init__(self, make: _Maker) -> None:
+        self.background = make.gauge(
             "forebay_background_responses", "Responses that this process runs in the background."
         )
-        self.evicted = made.counter(
+        self.evicted = make.counter(
             "forebay_responses_evicted",
             "Kept responses that went before their time, for want of room.",
         )
@@ -169,15 +169,15 @@ class ResponseMetrics:
 class FleetMetrics:
     """The other processes as this one sees them."""
 
-    def __init__(self, made: _Made) -> None:
-        self.workers = made.gauge("forebay_workers", "Live workers.")
-        self.loading_workers = made.gauge(
+    def __init__(self, make: _Maker) -> None:
+        self.workers = make.gauge("forebay_workers", "Live workers.")
+        self.loading_workers = make.gauge(
             "forebay_loading_workers", "Workers that say that they load their model."
         )
-        self.workers_lost = made.counter(
+        self.workers_lost = make.counter(
             "forebay_workers_lost", "Workers whose lease lapsed or that left."
         )
-        self.strays_cleared = made.counter(
+        self.strays_cleared = make.counter(
             "forebay_strays_cleared", "Dead processes whose keys this gateway cleared away."
         )
 
@@ -185,34 +185,34 @@ class FleetMetrics:
 class RoutingMetrics:
     """Which worker was picked, and what the gateway knows of the workers' caches for that."""
 
-    def __init__(self, made: _Made) -> None:
-        picks = made.counter("forebay_router_picks", "Workers picked, by reason.", "reason")
+    def __init__(self, make: _Maker) -> None:
+        picks = make.counter("forebay_router_picks", "Workers picked, by reason.", "reason")
         self._picks = {reason: picks.labels(reason=reason) for reason in PICK_REASONS}
-        self.predicted_tokens = made.counter(
+        self.predicted_tokens = make.counter(
             "forebay_prefix_predicted_tokens",
             "Prompt tokens that the router took for cached on the worker that it picked.",
         )
-        self.hit_tokens = made.counter(
+        self.hit_tokens = make.counter(
             "forebay_prefix_hit_tokens", "Prompt tokens that were cached there."
         )
-        self._index_bytes = made.gauge("forebay_prefix_index_bytes", "Memory of the prefix index.")
-        self._index_blocks = made.gauge(
+        self._index_bytes = make.gauge("forebay_prefix_index_bytes", "Memory of the prefix index.")
+        self._index_blocks = make.gauge(
             "forebay_prefix_index_blocks", "Blocks in the prefix index."
         )
-        self.index_refused = made.counter(
+        self.index_refused = make.counter(
             "forebay_prefix_index_refused", "Blocks that the prefix index had no room for."
         )
-        self.digest_queue = made.gauge(
+        self.digest_queue = make.gauge(
             "forebay_digest_queue_bytes", "Digests that wait to be put into the index."
         )
-        self.digest_lag = made.histogram(
+        self.digest_lag = make.histogram(
             "forebay_digest_lag_seconds",
             "From a change in a worker's cache to the index, without the time on the network.",
         )
-        self.digest_gaps = made.counter(
+        self.digest_gaps = make.counter(
             "forebay_digest_gaps", "Times that a worker's digests were missed."
         )
-        self.digest_snapshots = made.counter(
+        self.digest_snapshots = make.counter(
             "forebay_digest_snapshots", "Snapshots of a worker's prefix cache that were asked for."
         )
 
@@ -228,29 +228,29 @@ class RoutingMetrics:
 class ProcessMetrics:
     """The process itself, its clock and its connections to Redis."""
 
-    def __init__(self, made: _Made) -> None:
-        self.loop_lag = made.histogram(
+    def __init__(self, make: _Maker) -> None:
+        self.loop_lag = make.histogram(
             "forebay_event_loop_lag_seconds", "How late a timer of the event loop fires."
         )
-        self.unsent = made.gauge(
+        self.unsent = make.gauge(
             "forebay_unsent_messages", "Messages to other processes that are not delivered yet."
         )
-        self.redis_queue = made.gauge(
+        self.redis_queue = make.gauge(
             "forebay_redis_queue", "Commands that wait to be sent to Redis."
         )
-        self.redis_trip = made.histogram(
+        self.redis_trip = make.histogram(
             "forebay_redis_round_trip_seconds",
             "How long Redis took to answer, as looked at once a second.",
         )
-        self.reconnects = made.counter(
+        self.reconnects = make.counter(
             "forebay_redis_reconnects", "Connections to Redis made again."
         )
-        self.streams_lost = made.counter(
+        self.streams_lost = make.counter(
             "forebay_streams_lost", "Redis streams found gone or rolled back."
         )
-        self.log_lines_lost = made.counter(
+        self.log_lines_lost = make.counter(
             "forebay_log_lines_lost", "Log lines that could not be written."
         )
-        self.clock_leaps = made.counter(
+        self.clock_leaps = make.counter(
             "forebay_clock_leaps", "Times that the process's wall clock has leapt."
         )
