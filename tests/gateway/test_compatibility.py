@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from anthropic.types import message_create_params as messages
+from anthropic.types.beta import message_create_params as beta_messages
 from forebay_gateway.api.anthropic.schema import MessagesRequest
 from forebay_gateway.api.openai.embeddings import EmbeddingRequest
 from forebay_gateway.api.openai.schema import ChatRequest, CompletionRequest
@@ -19,6 +21,10 @@ from forebay_gateway.api.responses.schema import ResponsesRequest
 from forebay_gateway.api.tokens import DetokenizeRequest, TokenizeRequest
 from forebay_shared.telemetry import EngineMetrics
 from gateway_fakes import MODEL
+from openai.types import completion_create_params as completions
+from openai.types import embedding_create_params as embeddings
+from openai.types.chat import completion_create_params as chats
+from openai.types.responses import response_create_params as responses
 from parameter_decisions import DECISIONS, NOT_OF_TEXTS
 from patience import PATIENCE_S
 from prometheus_client import CollectorRegistry, generate_latest
@@ -34,6 +40,8 @@ HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {}}
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 ANY = {"a": 1}
+OF_HEADERS = {"betas", "user_profile_id", "workspace_id"}
+"""Of the SDK's fields, those that it sends as headers."""
 
 
 def table(heading: str) -> list[dict[str, str]]:
@@ -108,6 +116,7 @@ RESPONSES = Endpoint(
         "prompt_cache_key": "k",
         "prompt_cache_retention": "24h",
         "prompt_cache_options": {},
+        "image": {},
         "top_k": 5,
         "min_p": 0.1,
         "seed": 5,
@@ -158,6 +167,11 @@ MESSAGES = Endpoint(
         "metadata": {"user_id": "u"},
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},
+        "speed": "fast",
+        "diagnostics": {"previous_message_id": "msg_1"},
+        "fallbacks": [{"model": "m"}],
+        "fallback_credit_token": "t",
+        "billing_policy": {"type": "billing_policy", "bill_to": "self"},
     },
 )
 EMBEDDINGS = Endpoint(
@@ -305,6 +319,23 @@ def test_every_field_of_the_code_is_in_the_document(endpoint: Endpoint) -> None:
     assert fields <= said.keys()
     beyond = {name for name, verdict in said.items() if verdict != "ignored"} - fields
     assert not beyond, f"in no struct, and yet not ignored: {beyond}"
+
+
+@pytest.mark.parametrize(
+    ("heading", "column", "sent"),
+    [
+        ("Chat and completions", "chat", chats.CompletionCreateParamsBase),
+        ("Chat and completions", "text", completions.CompletionCreateParamsBase),
+        ("Responses", "here", responses.ResponseCreateParamsBase),
+        ("Embeddings", "here", embeddings.EmbeddingCreateParams),
+        ("Messages (Anthropic)", "here", messages.MessageCreateParamsBase),
+        ("Messages (Anthropic)", "here", beta_messages.MessageCreateParamsBase),
+    ],
+)
+def test_every_field_of_the_sdks_is_in_the_document(heading: str, column: str, sent: type) -> None:
+    """What nobody decided is ignored: so threads were, whose later turns hold half of what was
+    said."""
+    assert not sent.__annotations__.keys() - verdicts(heading, column).keys() - OF_HEADERS
 
 
 @pytest.mark.parametrize(
