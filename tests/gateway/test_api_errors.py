@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from forebay_gateway.api.openai import completions
+from forebay_shared.errors import RateLimitError
 from forebay_shared.models import CAP_GENERATE
 from forebay_shared.settings import GatewaySettings
 from gateway_fakes import MODEL, Api, Play, ScriptedBackend, running_api
@@ -369,6 +370,26 @@ def test_no_worker_is_a_503_that_asks_to_come_back(api: Api) -> None:
     assert api.http.get("/v1/models").json() == {"data": [], "object": "list"}
     catalogue = api.http.get("/v1/models?client_version=0.150.0").json()  # as Codex asks
     assert catalogue == {"data": [], "object": "list", "models": []}
+    api.reset()
+
+
+@pytest.mark.parametrize(("wait_s", "again"), [(None, True), (60.0, True), (3600.0, False)])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_who_would_have_to_wait_longer_than_an_sdk_does_is_not_to_retry(
+    api: Api, path: str, wait_s: float | None, again: bool
+) -> None:
+    error = RateLimitError("The budget of this day is spent.", retry_after_s=wait_s)
+    api.backend.script = lambda job, index: Play([], error=error)
+    body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    if path == "/v1/completions":
+        body = {"model": MODEL, "prompt": "hi"}
+    if path == "/v1/responses":
+        body = {"model": MODEL, "input": "hi", "store": False}
+    for stream in (False, True):
+        response = api.http.post(path, json={**body, "stream": stream})
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) == (wait_s or 1)
+        assert ("x-should-retry" not in response.headers) == again
     api.reset()
 
 

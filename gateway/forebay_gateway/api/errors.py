@@ -41,6 +41,11 @@ class ErrorBody(msgspec.Struct, frozen=True):
     code: str
 
 
+_LONGEST_WAIT_S = 60.0
+"""What the SDKs wait at most. When they are to wait longer they come back within seconds, twice, in
+vain: a budget of a day is none of their business."""
+
+
 class Envelope(msgspec.Struct, frozen=True):
     error: ErrorBody
 
@@ -63,7 +68,7 @@ def error_headers(error: ForebayError) -> Headers:
         # who was refused together is not to come back together.
         spread_ms = seconds * random.uniform(1000, 1500)
         headers.append((b"retry-after-ms", b"%d" % max(seconds * 1000, min(spread_ms, 60_000))))
-    else:
+    if not error.retryable or (error.retry_after_s or 0) > _LONGEST_WAIT_S:
         headers.append((b"x-should-retry", b"false"))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
