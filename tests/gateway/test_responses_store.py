@@ -460,6 +460,9 @@ def test_a_background_stream_is_taken_up_anywhere(api: Api, other: Api) -> None:
     for number in (0, 5, len(events) - 2):
         rest = fetch(other, response["id"], stream="true", starting_after=number).content
         assert split_events(rest, number + 1) == events[number + 1 :]
+    for number in (len(events) - 1, len(events) + 5):
+        rest = fetch(other, response["id"], stream="true", starting_after=number)
+        assert (rest.status_code, rest.content) == (200, b""), "all of it was had"
     assert check_events(fetch(other, response["id"], stream="true").content, background=True)
     assert check_response(fetch(other, response["id"]).content) == response
     for fields in ({}, {"background": True}):

@@ -65,11 +65,13 @@ class FollowedEvents:
                 self._next += len(events)
                 await stream.write(b"".join(events))
                 look_at = loop.time() + LOOK_S
-                if events[-1].startswith(_LAST):
+                if _ends(events):
                     await stream.end()
                     return
             elif ended:
-                await stream.write(_last(ended, self._next))
+                kept = await self._store.events(self._team, self._id, -1, 1)
+                # A client that has had the last event gets no other one.
+                await stream.write(b"" if _ends(kept) else _last(ended, self._next))
                 await stream.end()
                 return
             elif loop.time() >= look_at:
@@ -79,6 +81,10 @@ class FollowedEvents:
                 ended = stored if stored.status in ENDED else None
             else:
                 await _wait(news)
+
+
+def _ends(events: list[bytes]) -> bool:
+    return bool(events) and events[-1].startswith(_LAST)
 
 
 async def _wait(news: asyncio.Event | None) -> None:

@@ -170,7 +170,7 @@ class ResponseStore:
         await added
 
     async def events(self, team: str, id_: str, first: int, most: int) -> list[bytes]:
-        """Up to `most` events from number `first` on."""
+        """Up to `most` events from number `first` on; -1 and 1: the last one that is kept."""
         key = keys.response_events(team, id_)
         return cast("list[bytes]", await self._redis.call("LRANGE", key, first, first + most - 1))
 
