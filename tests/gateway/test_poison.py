@@ -372,7 +372,7 @@ def test_control_characters_in_a_name_stay_inside_json(ward: TinyWard, text: str
 
 
 def test_a_bad_request_fails_alone_among_many_good_ones(ward: TinyWard) -> None:
-    """Contract B133: what the engine refuses is answered to whom it concerns."""
+    """What the engine refuses is answered to whom it concerns."""
     good = ROUTES[TEXT] | {"temperature": 0, "max_tokens": 8}
     bad = good | {"structured_outputs": {"regex": "("}}
     alone = ward.tiny.http.post(TEXT, json=good).json()["choices"]

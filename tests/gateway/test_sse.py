@@ -90,7 +90,7 @@ def silent(
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_silent_chat_may_say_so_in_chunks(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    """Contract B170: a watchdog that hears no comments ends a stream which is alive."""
+    """A watchdog that hears no comments ends a stream which is alive."""
     with running_api(settings=SIGNED) as api:
         raw = silent(
             api, monkeypatch, b'"delta":{}', "/v1/chat/completions", messages=HI, n=n,

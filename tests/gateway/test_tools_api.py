@@ -246,7 +246,6 @@ def test_function_call_says_whether_and_what_is_called(api: Api) -> None:
 
 
 def test_forced_calls_of_several_choices_are_each_their_own(api: Api) -> None:
-    """Contract B077."""
     other = CALL.replace(CITY, '{"city": "Oslo"}')
     says(api, CALL, other, group=2)
     stream = streamed(api, n=2, tools=TOOLS, tool_choice="required")
@@ -339,7 +338,6 @@ def test_a_model_may_call_before_it_answers_by_a_schema(api: Api, format_: str) 
 
 
 def test_an_id_that_is_null_is_named(api: Api) -> None:
-    """Contract B095."""
     result = {"role": "tool", "tool_call_id": None, "content": "noon"}
     call = {"id": None, "type": "function", "function": {"name": "time", "arguments": "{}"}}
     said_ = {"role": "assistant", "content": None, "tool_calls": [call]}

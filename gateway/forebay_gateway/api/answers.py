@@ -31,6 +31,7 @@ from forebay_gateway.parts import Collected
 
 FAREWELL_S = 1.0
 _LOOK_S = 0.1
+"""Between two looks whether a request has its place in a worker's queue."""
 
 
 class Keeper(Protocol):
@@ -198,6 +199,7 @@ class StreamedAnswer:
         latest = loop.time() + UNTAKEN_S
 
         def look() -> None:
+            """Lets the status go out once every job has its place, or it is late."""
             nonlocal timer
             now = loop.time()
             if self._transcript.taken or now >= latest:
