@@ -178,6 +178,9 @@ def test_of_a_picture_in_an_output_the_model_is_told(api: Api) -> None:
     assert told in prompt(api)
     plain(api, tools=[FIND], input="and?", previous_response_id=answer["id"])
     assert told in prompt(api)
+    text = shown | {"output": "It follows."}
+    plain(api, tools=[FIND], input=[HI, call, text, {"role": "user", "content": [picture]}])
+    assert f"user\n{told}" in prompt(api)
     listed = api.http.get(f"{RESPONSES}/{answer['id']}/input_items?order=asc").json()["data"]
     assert listed[-1]["output"] == [{"type": "input_text", "text": told}]
 

@@ -290,6 +290,11 @@ def test_of_a_picture_in_a_tools_result_the_model_is_told(api: Api) -> None:
     whole(api, messages=[asked, called, {"role": "tool", "tool_call_id": "a", "content": shown}])
     told = "[Here was one image that cannot be shown: this model reads text alone.]"
     assert f"tool\nIt is {told}(a)<|im_end|>" in prompt_text(api)
+    result = {"role": "tool", "tool_call_id": "a", "content": "see following user message"}
+    behind = {"role": "user", "content": [picture]}  # as Cline and pi send it
+    whole(api, messages=[asked, called, result, behind])
+    assert f"user\n{told}<|im_end|>" in prompt_text(api)
+    refused(api, "messages[3].content[0].type", messages=[asked, called, asked, behind])
     for role, kind, place in (("user", "image_url", 0), ("tool", "picture", 2)):
         part = {"type": kind, "text": "x"}
         said_ = {"role": role, "tool_call_id": "a", "content": [part]}

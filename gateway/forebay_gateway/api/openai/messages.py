@@ -32,7 +32,17 @@ template, runs out of stack at some 350."""
 def conversation(messages: list[ClientMessage]) -> list[Message]:
     """Messages as a template reads them. Raises InvalidRequestError that names the message."""
     _check_results(messages)
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [
+        _message(message, f"messages[{i}]", of_tools=_is_of_tools(messages, i))
+        for i, message in enumerate(messages)
+    ]
+
+
+def _is_of_tools(messages: Sequence[ClientMessage], i: int) -> bool:
+    """A tool's result, or what stands right behind one: results were text alone for long, so agents
+    send a picture as the user's next message."""
+    role = messages[i].role
+    return role == "tool" or (role == "user" and i > 0 and messages[i - 1].role == "tool")
 
 
 def _check_results(messages: Sequence[ClientMessage]) -> None:
@@ -50,7 +60,7 @@ def _check_results(messages: Sequence[ClientMessage]) -> None:
             )
 
 
-def _message(message: ClientMessage, at: str) -> Message:
+def _message(message: ClientMessage, at: str, *, of_tools: bool) -> Message:
     role = message.role
     if role not in ROLES:
         raise InvalidRequestError(
@@ -68,7 +78,7 @@ def _message(message: ClientMessage, at: str) -> Message:
         raise InvalidRequestError(f"{field} goes with the role assistant only.", param=field)
     rendered: Message = {
         "role": _RENDERED.get(role, role),
-        "content": _content(message, at, optional=role == "assistant" and calls),
+        "content": _content(message, at, optional=role == "assistant" and calls, shown=of_tools),
     }
     if message.name is not None:
         rendered["name"] = message.name
@@ -89,7 +99,8 @@ def _message(message: ClientMessage, at: str) -> Message:
     return rendered
 
 
-def _content(message: ClientMessage, at: str, *, optional: bool) -> str:
+def _content(message: ClientMessage, at: str, *, optional: bool, shown: bool) -> str:
+    """`shown`: by a tool."""
     content = message.content
     if isinstance(content, str):
         return content
@@ -101,12 +112,12 @@ def _content(message: ClientMessage, at: str, *, optional: bool) -> str:
         raise InvalidRequestError(
             f"{at}.content must be a string or a list of parts.", param=f"{at}.content"
         )
-    reads = _shown if message.role == "tool" else _part
+    reads = _shown if shown else _part
     return "".join([reads(part, f"{at}.content[{i}]") for i, part in enumerate(content)])
 
 
 def _shown(part: ContentPart, at: str) -> str:
-    """A part of a tool's result, which may be something that the model is only told of."""
+    """A part of what a tool shows, which may be something that the model is only told of."""
     return told_of(part.type) or _part(part, at)
 
 

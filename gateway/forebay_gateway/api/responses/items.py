@@ -64,7 +64,16 @@ def checked(given: str | Sequence[Item], response_id: str) -> list[Item]:
         given = [Item(role="user", content=given)]
     if len(given) > MAX_ITEMS:
         raise InvalidRequestError(f"input may hold at most {MAX_ITEMS} items.", param="input")
-    return [_checked(item, index, response_id) for index, item in enumerate(given)]
+    shown = [_shown(item, given[index - 1] if index else None) for index, item in enumerate(given)]
+    return [_checked(item, index, response_id) for index, item in enumerate(shown)]
+
+
+def _shown(item: Item, before: Item | None) -> Item:
+    """What a user's message right behind an output holds is a tool's as well: agents send a picture
+    there."""
+    if isinstance(item.content, list) and item.role == "user" and before and before.type in OUTPUTS:
+        return replace(item, content=[_told(part) for part in item.content])
+    return item
 
 
 def _checked(item: Item, index: int, response_id: str) -> Item:
