@@ -1,5 +1,5 @@
 """JSON schemas as libraries write them, without the keywords that ask for nothing, and as hosts of
-tools write them, without the mistakes.
+tools write them, without the mistakes; and whether there is a schema at all.
 
 An engine refuses a keyword that it cannot enforce. Zod says of every record that its keys are
 strings, and libraries of all sorts have formats of their own: to leave these out allows no value
@@ -35,6 +35,23 @@ _SCHEMAS = frozenset(
 _COUNTS = frozenset(
     f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
 )
+_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+"""Those of them that hold a list."""
+_NUMBERS = _COUNTS | {
+    "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf",
+}  # fmt: skip
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_CLASS = re.compile(r"\\[pP]\{(?:[CLMNPSZ]|Lu|Ll|Nd)\}")
+"""A class of Unicode, which Python's patterns have not."""
+_PLAIN = re.compile(
+    r"""\^? (?: [^\\{}\[\]()^$] | \\[dDwWsSnrt.\-/\\+*?()\[\]{}|^$] | \{\d{1,3}(?:,\d{0,3})?\}
+    | \((?:\?:)?(?!\?) | \) | \[\^?(?:[^\\\[\]&~-] | \\[dDwWsSnrt.\-/\\+*?()\[\]{}|^$] | -(?!-))+\]
+    )* \$?""",
+    re.VERBOSE,
+)
+"""What means the same in every dialect of patterns."""
+_LONG = 1_000
+"""Characters of a pattern: 1 ms to look at."""
 _REMARKS = frozenset({"$comment", "description", "title"})
 _VALUES = ("const", "default", "enum", "examples")
 """Keywords that hold values and no schemas."""
@@ -128,3 +145,57 @@ def _within(value: Json) -> Json:
     if isinstance(value, dict):
         return bearable(value)
     return [_within(each) for each in value] if isinstance(value, list) else value
+
+
+def is_sound(schema: Json) -> bool:
+    """Whether this is a schema: each keyword holds what it may, as far as an engine would look.
+    Where references lead is not looked at."""
+    if not isinstance(schema, dict):
+        return isinstance(schema, bool)
+    return all(_is_right(name, value) for name, value in schema.items())
+
+
+def _is_right(name: str, value: Json) -> bool:
+    if name in _OF_SCHEMAS:
+        if not isinstance(value, dict) or not all(map(is_sound, value.values())):
+            return False
+        return name != "patternProperties" or all(map(_is_pattern, value))
+    if name in _SCHEMAS:
+        schemas = value if isinstance(value, list) else [value]
+        return isinstance(value, list) == (name in _LISTS) and all(map(is_sound, schemas))
+    if name in _NUMBERS:
+        return _is_number(name, value)
+    match name:
+        case "type":
+            kinds = value if isinstance(value, list) else [value]
+            return all(isinstance(each, str) and each in _TYPES for each in kinds)
+        case "enum":
+            return isinstance(value, list)
+        case "required":
+            return isinstance(value, list) and all(isinstance(each, str) for each in value)
+        case "pattern":
+            return isinstance(value, str) and _is_pattern(value)
+        case "$ref":
+            return isinstance(value, str)
+        case _:
+            return True
+
+
+def _is_number(name: str, value: Json) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if name in _COUNTS:
+        return value >= 0 and value % 1 == 0
+    return name != "multipleOf" or value > 0
+
+
+def _is_pattern(pattern: str) -> bool:
+    """Whether this is a pattern for certain, whichever dialect an engine reads."""
+    plainer = _CLASS.sub(r"\\w", pattern)
+    if len(pattern) > _LONG or _PLAIN.fullmatch(plainer) is None:
+        return False
+    try:
+        re.compile(plainer)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True

@@ -484,16 +484,20 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
         assert "<tool_response>\nnoon\n</tool_response>" in text
 
 
-@pytest.mark.parametrize("field", ["tools", "documents"])
+@pytest.mark.parametrize("field", ["tools", "documents", "tool_choice"])
 def test_what_is_long_is_not_read_on_the_event_loop(api: Api, field: str) -> None:
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(250)}}
     names = [*(f"f{n}" for n in range(400)), "x y"]
+    forced = {"tool_choice": "required"} if field == "tool_choice" else {}
+    if forced:
+        names.pop()  # each tool is right, and all are too large for a grammar
     functions = [{"name": name, "parameters": schema} for name in names]
     tools = [{"type": "function", "function": each} for each in functions]
     [loop] = [each for each in threading.enumerate() if each.name == "gateway"]
     clock = time.pthread_getcpuclockid(loop.ident)
     loop_s, all_s = time.clock_gettime(clock), time.process_time()
-    response = api.chat(**{field: tools if field == "tools" else functions})
+    long = {"documents": functions} if field == "documents" else {"tools": tools}
+    response = api.chat(**long, **forced)
     loop_s, all_s = time.clock_gettime(clock) - loop_s, time.process_time() - all_s
     assert response.status_code == 400
     assert loop_s < all_s / 3

@@ -138,6 +138,51 @@ def test_what_no_grammar_can_hold_to_hinders_no_call_that_is_the_models_choice(
         assert allows(grammar, '{"city": "Oslo"}')
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "any"},
+        {"type": ["string", {}]},
+        {"type": "array", "items": "string"},
+        {"properties": {"b": "string"}},
+        {"type": "object", "required": "b"},
+        {"enum": "one, two"},
+        {"anyOf": {"type": "string"}},
+        {"type": "integer", "minimum": "5"},
+        {"type": "string", "minLength": -1},
+        {"type": "number", "multipleOf": 0},
+        {"type": "string", "pattern": "(["},
+        {"type": "string", "pattern": "a{,3}"},
+        {"type": "string", "pattern": "(a)\\1"},
+        {"patternProperties": {"[": {}}},
+        {"$ref": "#/$defs/nowhere"},
+        {"$ref": 1},
+    ],
+)
+@pytest.mark.parametrize("parser", FORMS)
+def test_what_is_no_schema_hinders_neither_an_answer_nor_the_calls_that_may_stand_for_it(
+    parser: type[ToolParser], schema: dict
+) -> None:
+    tools = [Tool("f", parameters={"properties": {"a": schema}}), *TOOLS]
+    grammar = answer_or_calls(parser, tools, ANSWERS[0], several=True)
+    assert check(grammar, TOKENIZER).error == ""
+    assert allows(grammar, '{"city": "Oslo"}')
+    assert allows(grammar, written(parser, ("f", {"a": 1})))
+    assert not allows(grammar, written(parser, ("find", {"n": "1"})))
+
+
+def test_a_pattern_holds_calls_that_may_stand_for_an_answer_too() -> None:
+    for pattern, good, bad in (
+        (r"^[A-Z]{2}-\d+$", "AB-12", "AB-x"),
+        (r"^[\p{L} ]+(?:\.|\+)?$", "E a.", "1"),
+        (r"^[^\s@]+@[^\s@]+$", "a@b", "a b"),
+    ):
+        tool = Tool("f", parameters={"properties": {"a": {"type": "string", "pattern": pattern}}})
+        grammar = answer_or_calls(HermesParser, [tool], ANSWERS[0], several=False)
+        assert allows(grammar, written(HermesParser, ("f", {"a": good})))
+        assert not allows(grammar, written(HermesParser, ("f", {"a": bad})))
+
+
 def test_what_is_wrong_with_the_schema_of_an_answer_is_not_laid_upon_the_tools() -> None:
     bad = Grammar("json_schema", '{"type": "object", "not": {}}', field="response_format")
     found = check(answer_or_calls(HermesParser, TOOLS, bad, several=True), TOKENIZER).error
@@ -200,6 +245,7 @@ B = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
             {"a": "1"},
         ),
         ({"properties": {"required": {"const": None}}}, {"required": None}, {"required": 1}),
+        ({"properties": {"a": {"type": "string", "minLength": 1.0}}}, {"a": "b"}, {"a": ""}),
         ({"properties": {"a": {"enum": [{"b": None}]}}}, {"a": {"b": None}}, {"a": {}}),
     ],
 )

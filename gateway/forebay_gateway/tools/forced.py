@@ -17,7 +17,7 @@ from forebay_shared.template import Json
 from msgspec.structs import replace
 
 from forebay_gateway.reasoning.base import ReasoningParser
-from forebay_gateway.schemas import bearable, plain
+from forebay_gateway.schemas import bearable, is_sound, plain
 from forebay_gateway.tools.base import Tool, ToolParser
 from forebay_gateway.tools.hermes import OPEN, HermesParser
 from forebay_gateway.tools.llama3_json import Llama3JsonParser
@@ -32,7 +32,7 @@ _SPELLING: dict[str, Json] = {
 _ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf", "if")
 """Keywords by which a schema names properties that are not its own."""
 _DEFINITIONS = ("$defs", "definitions")
-_OF_DEFINITIONS = re.compile(r"#/(?:\$defs|definitions)/")
+_OF_DEFINITIONS = re.compile(r"#/(\$defs|definitions)/([\w.-]+)\Z")
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 
@@ -130,10 +130,19 @@ def _call(tools: Sequence[Tool], given: str, arguments: dict[str, Json]) -> str:
 
 def _nested(tool: Tool) -> dict[str, Json]:
     """The schema of a tool's arguments for inside of another; that of any object, where it refers
-    to itself by its root."""
+    to itself by its root, or is none: hosts of tools write what they like, and nobody is forced to
+    call this one."""
     schema = _without_form(replace(tool, strict=False))
     references = _REFERENCE.findall(json.dumps(schema))
-    return schema if all(map(_OF_DEFINITIONS.match, references)) else {"type": "object"}
+    holds = is_sound(schema) and all(_leads(reference, schema) for reference in references)
+    return schema if holds else {"type": "object"}
+
+
+def _leads(reference: str, schema: dict[str, Json]) -> bool:
+    """Whether a reference leads to one of the schema's definitions."""
+    found = _OF_DEFINITIONS.match(reference)
+    definitions = schema.get(found[1]) if found else None
+    return found is not None and isinstance(definitions, dict) and found[2] in definitions
 
 
 def _joined(lines: Sequence[str], field: str, where: str) -> Grammar:
@@ -183,7 +192,7 @@ def _schema(tool: Tool) -> dict[str, Json]:
 
 
 def _without_form(tool: Tool) -> dict[str, Json]:
-    parameters = plain(tool.parameters) if tool.strict else bearable(tool.parameters)
+    parameters = plain(tool.parameters if tool.strict else bearable(tool.parameters))
     schema: dict[str, Json] = {"type": "object", "properties": {}, **parameters}
     if _names_all(schema):
         schema.setdefault("additionalProperties", False)
