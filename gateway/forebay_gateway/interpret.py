@@ -19,10 +19,10 @@ from forebay_gateway.reasoning.registry import (
 )
 from forebay_gateway.speech import Speech
 from forebay_gateway.tools.base import ToolParser, ToolUse
-from forebay_gateway.tools.forced import (
+from forebay_gateway.tools.grammars import (
     answer_or_calls,
-    forced_grammar,
-    forced_parser,
+    forced_calls,
+    held_parser,
     thought_and_answer,
 )
 from forebay_gateway.tools.registry import check_tool_parser, tool_parser
@@ -112,10 +112,10 @@ class Interpreter:
         state: ReasoningParser | None,
     ) -> Reading:
         family = tool_parser(self._tools, renderer.template)
-        parser = forced_parser(family, renderer.vocabulary.special_texts)
+        parser = held_parser(family, renderer.vocabulary.special_texts)
         several = not use.one_call
         if use.forced:
-            grammar = forced_grammar(parser, use.forced, several=several, reasoning=state)
+            grammar = forced_calls(parser, use.forced, several=several, reasoning=state)
         elif held is not None:
             grammar = answer_or_calls(parser, use.tools, held, several=several, reasoning=state)
         else:

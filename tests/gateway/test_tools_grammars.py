@@ -1,4 +1,4 @@
-"""Forced calls: what the grammar allows is exactly what its parser reads as calls of the tools."""
+"""Grammars of calls: what one allows is exactly what its parser reads as calls of the tools."""
 
 import json
 
@@ -9,10 +9,10 @@ from forebay_gateway.reasoning.base import Opened
 from forebay_gateway.reasoning.registry import BUILT_IN as REASONING
 from forebay_gateway.speech import Speech
 from forebay_gateway.tools.base import Tool, ToolParser
-from forebay_gateway.tools.forced import (
+from forebay_gateway.tools.grammars import (
     answer_or_calls,
-    forced_grammar,
-    forced_parser,
+    forced_calls,
+    held_parser,
     thought_and_answer,
 )
 from forebay_gateway.tools.hermes import HermesParser
@@ -62,7 +62,7 @@ def allows(grammar: Grammar, text: str) -> bool:
 
 @pytest.mark.parametrize("parser", FORMS)
 def test_only_calls_of_the_tools_by_their_schemas_are_allowed(parser: type[ToolParser]) -> None:
-    one = forced_grammar(parser, TOOLS, several=False)
+    one = forced_calls(parser, TOOLS, several=False)
     good = ("find", {"text": 'a"}</tool_call>', "n": 3})
     assert allows(one, written(parser, good))
     assert allows(one, written(parser, ("other", {})))
@@ -78,7 +78,7 @@ def test_only_calls_of_the_tools_by_their_schemas_are_allowed(parser: type[ToolP
     assert not allows(one, "Sure! " + written(parser, good))
     two = written(parser, good, ("other", {}))
     assert not allows(one, two)
-    assert allows(forced_grammar(parser, TOOLS, several=True), two)
+    assert allows(forced_calls(parser, TOOLS, several=True), two)
     answer = Collected()
     reader = parser(TOOLS)
     answer.add(reader.push(two) + reader.finish())
@@ -207,7 +207,7 @@ def test_what_no_grammar_can_hold_to_is_an_error_of_strict_tools_alone(
     """Hosts of tools write such schemas, and a client that demands a call sends all of them."""
     parameters = {"properties": {"a": schema, "n": {"type": "integer"}}, "required": ["n"]}
     loose, strict = (
-        forced_grammar(parser, [Tool("f", parameters=parameters, strict=strict)], several=False)
+        forced_calls(parser, [Tool("f", parameters=parameters, strict=strict)], several=False)
         for strict in (False, True)
     )
     assert not check(loose, TOKENIZER).error
@@ -220,7 +220,7 @@ def test_what_asks_for_nothing_is_no_error_of_a_strict_tool() -> None:
     record = {"type": "object", "propertyNames": {"type": "string"}, "minProperties": 1.0}
     parameters = {"properties": {"a": record, "b": {"format": "binary"}}, "required": ["a"]}
     tool = Tool("f", parameters=parameters, strict=True)
-    grammar = forced_grammar(HermesParser, [tool], several=False)
+    grammar = forced_calls(HermesParser, [tool], several=False)
     assert check(grammar, TOKENIZER).error == ""
     assert allows(grammar, written(HermesParser, ("f", {"a": {"x": 1}})))
     assert not allows(grammar, written(HermesParser, ("f", {"a": {}})))
@@ -252,7 +252,7 @@ B = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
 def test_whatever_a_schema_asks_for_can_be_written(
     parameters: dict, good: object, bad: object
 ) -> None:
-    grammar = forced_grammar(HermesParser, [Tool("f", parameters=parameters)], several=False)
+    grammar = forced_calls(HermesParser, [Tool("f", parameters=parameters)], several=False)
     assert check(grammar, TOKENIZER).error == ""
     assert allows(grammar, written(HermesParser, ("f", good)))
     assert not allows(grammar, written(HermesParser, ("f", bad)))
@@ -260,7 +260,7 @@ def test_whatever_a_schema_asks_for_can_be_written(
 
 def test_a_schema_that_is_none_is_told_without_lines_of_a_grammar_that_nobody_sent() -> None:
     tool = Tool("f", parameters={"properties": {"a": "string"}})
-    grammar = forced_grammar(HermesParser, [tool], several=False)
+    grammar = forced_calls(HermesParser, [tool], several=False)
     said = check(grammar, TOKENIZER).error
     assert said == "The schema of a function cannot be used: it is malformed."
 
@@ -274,7 +274,7 @@ def test_a_thinking_model_may_or_must_end_its_thinking_first() -> None:
         ("deepseek_r1", Opened.UNSAID, ["hm</think>", "<think>hm</think>\n"], [""]),
     ):
         reasoning = REASONING[name](opened)
-        grammar = forced_grammar(HermesParser, TOOLS, several=False, reasoning=reasoning)
+        grammar = forced_calls(HermesParser, TOOLS, several=False, reasoning=reasoning)
         for before in good:
             assert allows(grammar, before + call), (name, opened, before)
         for before in bad:
@@ -306,7 +306,7 @@ def test_a_thinking_model_thinks_before_an_answer_by_a_schema_too(calls: bool) -
 
 
 def test_families_whose_markup_is_control_tokens_are_forced_to_bare_json() -> None:
-    forms = {name: forced_parser(cls, ()) for name, cls in BUILT_IN.items()}
+    forms = {name: held_parser(cls, ()) for name, cls in BUILT_IN.items()}
     assert forms == {
         "hermes": HermesParser,
         "qwen3_coder": HermesParser,
@@ -315,13 +315,13 @@ def test_families_whose_markup_is_control_tokens_are_forced_to_bare_json() -> No
         "pythonic": Llama3JsonParser,
         "llama3_json": Llama3JsonParser,
     }
-    assert forced_parser(HermesParser, ("<tool_call>",)) is Llama3JsonParser
+    assert held_parser(HermesParser, ("<tool_call>",)) is Llama3JsonParser
 
 
 def test_tools_too_large_for_a_grammar_are_refused_by_name() -> None:
     large = Tool("f", parameters={"description": "x" * MAX_GRAMMAR_BYTES})
     with pytest.raises(InvalidRequestError) as refused:
-        forced_grammar(HermesParser, [large], several=False)
+        forced_calls(HermesParser, [large], several=False)
     assert refused.value.param == "tools"
 
 

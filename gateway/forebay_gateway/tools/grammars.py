@@ -1,9 +1,11 @@
-"""Grammars with tool calls: the form of a family as Lark, arguments by the tool's schema.
+"""Grammars that the gateway writes: calls in the form of a family as Lark, arguments by the tool's
+schema, and thinking before them.
 
-They force a call, or allow it in place of an answer that is held to a schema of its own. Two forms
-do for all families: tagged (Hermes) and bare JSON (Llama 3). Markup made of control tokens, as
-Mistral and DeepSeek have it, cannot stand in a grammar over text; their models are held to bare
-JSON, which is read back by the parser of that form. It knows no engine.
+They force a call, or allow it in place of an answer that is held to a schema of its own; or allow
+no more than thinking before that. Two forms do for all families: tagged (Hermes) and bare JSON
+(Llama 3). Markup made of control tokens, as Mistral and DeepSeek have it, cannot stand in a grammar
+over text; their models are held to bare JSON, which is read back by the parser of that form. It
+knows no engine.
 """
 
 import json
@@ -36,13 +38,13 @@ _OF_DEFINITIONS = re.compile(r"#/(\$defs|definitions)/([\w.-]+)\Z")
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 
-def forced_parser(family: type[ToolParser], control_tokens: Sequence[str]) -> type[ToolParser]:
-    """The parser of the form that a model of this family is forced to."""
+def held_parser(family: type[ToolParser], control_tokens: Sequence[str]) -> type[ToolParser]:
+    """The parser of the form that a grammar holds the calls of a model of this family to."""
     tagged = issubclass(family, HermesParser | Qwen3CoderParser) and OPEN not in control_tokens
     return HermesParser if tagged else Llama3JsonParser
 
 
-def forced_grammar(
+def forced_calls(
     parser: type[ToolParser],
     tools: Sequence[Tool],
     *,
@@ -66,7 +68,7 @@ def forced_grammar(
 
 
 def thought_and_answer(answer: Grammar, reasoning: ReasoningParser) -> Grammar:
-    """A grammar that allows thinking, as `forced_grammar` does, before an answer in JSON."""
+    """A grammar that allows thinking, as `forced_calls` does, before an answer in JSON."""
     lines = [f"start: {_thinking(reasoning)}answer", f"answer: %json {json.dumps(_answer(answer))}"]
     return Grammar("lark", "\n".join([*lines, *_thought(reasoning), ""]), field=answer.field)
 
@@ -80,7 +82,7 @@ def answer_or_calls(
     reasoning: ReasoningParser | None = None,
 ) -> Grammar:
     """A grammar that allows an answer in JSON, by its own grammar, or calls of these tools; and
-    thinking before either, as `forced_grammar` does.
+    thinking before either, as `forced_calls` does.
 
     Both are written as JSON of a schema: a call that began with a literal of its own could not be
     told from an answer in the middle of a word, and the lexer never looks back. The model chooses
