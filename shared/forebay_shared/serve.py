@@ -74,6 +74,7 @@ class _House:
         lock: int,
     ) -> None:
         self._settings = settings
+        self._listener = listener
         self._address = _reachable(listener)
         self._private = private
         gateway = _gateway_program(settings, listener)
@@ -117,12 +118,13 @@ class _House:
 
     async def _stop(self) -> None:
         """Gateways first, so that no new work comes; Redis last, so that farewells are heard."""
-        for children, timeout_s in (
-            (self._gateways, self._settings.drain_timeout_s + LEAVE_S),
-            (self._workers, STOP_WORKER_S),
-            (self._redis, STOP_REDIS_S),
-        ):
-            await asyncio.gather(*(child.stop(timeout_s) for child in children))
+        leaving = _stopped(self._gateways, self._settings.drain_timeout_s + LEAVE_S)
+        await asyncio.sleep(0)  # from here on no gateway is started
+        # While it is open here, who connects waits for a gateway that takes in nobody any more.
+        self._listener.close()
+        await leaving
+        await _stopped(self._workers, STOP_WORKER_S)
+        await _stopped(self._redis, STOP_REDIS_S)
 
     def _on_signal(self) -> None:
         """The first signal stops in order, the second at once."""
@@ -204,6 +206,10 @@ def _report(errors: ExceptionGroup[ChildError]) -> int:
         else:
             _say(str(error))
     return status
+
+
+def _stopped(children: Sequence[Child], timeout_s: float) -> asyncio.Future[list[None]]:
+    return asyncio.gather(*(child.stop(timeout_s) for child in children))
 
 
 @contextmanager

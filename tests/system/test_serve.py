@@ -1,6 +1,7 @@
 """`forebay serve` as a person uses it: the ready line, the SDK, Ctrl-C, and what it refuses."""
 
 import contextlib
+import errno
 import re
 import socket
 import stat
@@ -84,6 +85,30 @@ def test_a_storm_of_cancelled_streams_leaves_the_books_balanced(echo: Serve) -> 
 
 def test_ctrl_c_ends_every_process_within_5_s_although_streams_are_open(start: Starter) -> None:
     within(STOP_S, lambda: _end_by_ctrl_c(start), tries=3)
+
+
+def test_who_connects_to_a_server_that_ends_is_refused_while_open_streams_go_on(
+    start: Starter,
+) -> None:
+    slow = ("--engine", "echo", "--echo-delay-ms", "50", "--drain-timeout-s", "60")
+    server = start(*slow).wait_ready()
+    address = server.url.split("/")[2].split(":")
+
+    def refuses() -> bool:
+        with contextlib.closing(socket.socket()) as connection:
+            return connection.connect_ex((address[0], int(address[1]))) == errno.ECONNREFUSED
+
+    with server.client() as client:
+        stream = client.completions.create(
+            model=server.model, prompt="abc", max_tokens=5000, stream=True
+        )
+        next(iter(stream))
+        server.interrupt()
+        until(refuses)
+        for _ in range(20):
+            assert next(iter(stream)).choices[0].text
+        stream.close()
+    assert server.wait_end() == 0
 
 
 def _end_by_ctrl_c(start: Starter) -> float:
