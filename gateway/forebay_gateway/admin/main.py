@@ -34,22 +34,30 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         _parser().print_help()
         return 2
-    given = _parser().parse_args(arguments)
+    whereto, rest = _whereto().parse_known_args(arguments)
+    given = _parser().parse_args(rest, whereto)
     run: Callable[[argparse.Namespace], None] = given.run
     run(given)
     return 0
 
 
+def _whereto() -> argparse.ArgumentParser:
+    """Which server, and where its key is: before the command or behind it."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"a gateway (default: {DEFAULT_URL})")
+    parser.add_argument("--data-dir", default="", help="where `forebay serve` keeps its admin key")
+    return parser
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
+        parents=[_whereto()],
         prog="forebay admin",
         description="Teams, keys, limits and usage.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"a gateway (default: {DEFAULT_URL})")
-    parser.add_argument("--data-dir", default="", help="where `forebay serve` keeps its admin key")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
 
     init = commands.add_parser("init", help="make the first owner's key of a fleet, in its Redis")
