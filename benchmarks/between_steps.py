@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_step import numbers
 from forebay_shared import collector
 from forebay_shared.settings import WorkerSettings
-from offline import ASKED, BATCHES, MODELS, Bench, random_ids
+from offline import ASKED, BATCHES, MODELS, Bench, numbers, random_ids
 
 _WARM, _TRACED, _SHOWN = 30, 12, 4
 Event = dict[str, Any]
@@ -46,13 +45,15 @@ def trace(bench: Bench, rows: int, **asked: Any) -> list[Event]:
 
 def show(events: list[Event], rows: int) -> None:
     first = [at for at, each in enumerate(events) if "take_tokens" in each["name"]]
+    last: list[Event] = []
     for start, end in list(pairwise(first))[-_SHOWN:]:
         step = events[start : end + 1]
         sampled = max(each["ts"] + each["dur"] for each in step if "_sample_kernel" in each["name"])
         whole, behind = step[-1]["ts"] - step[0]["ts"], step[-1]["ts"] - sampled
         print(f"{rows} rows: {whole:.1f} us, {behind:.1f} of them after the token")
-    for each in step[-8:]:
-        print(f"  {each['ts'] - step[0]['ts']:9.1f} {each['dur']:7.1f} {each['name'][:70]}")
+        last = step
+    for each in last[-8:]:
+        print(f"  {each['ts'] - last[0]['ts']:9.1f} {each['dur']:7.1f} {each['name'][:70]}")
 
 
 def main() -> None:

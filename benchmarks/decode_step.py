@@ -25,7 +25,7 @@ from forebay_worker.models.config import ModelConfig
 from forebay_worker.models.decoder import adaptable
 from forebay_worker.models.registry import read_config
 from kernels import provenance
-from offline import MODELS
+from offline import MODELS, numbers
 from safetensors.torch import save_file
 
 CONTEXT, REPLAYS = 1024, 64
@@ -133,10 +133,6 @@ def profile(runner: CardRunner, decodes: int) -> None:
     for each in table[:14]:
         us, count = each.self_device_time_total, each.count
         print(f"{us / 8:9.1f} {count // 8:4d} {us / count:8.2f} {each.key[:80]}")
-
-
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",") if each]
 
 
 def main() -> None:

@@ -235,12 +235,16 @@ def random_ids(count: int) -> Prompt:
     return [random.randrange(10, 49_000) for _ in range(count)]
 
 
+def numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",") if each]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
     parser.add_argument("--cases", default="decode,prefill,mixed,many", help="or none: only start")
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=BATCHES, help="rows of the decode case"
+        "--batches", type=numbers, default=BATCHES, help="rows of the decode case: 1,8,32"
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each case; medians are written")
     parser.add_argument("--out", required=True, help="CSV file to write")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from decode_step import CONTEXT, Rows, make_runner, numbers
+from decode_step import CONTEXT, Rows, make_runner
 from forebay_worker.engine.card_inputs import StepShape
 from forebay_worker.engine.card_runner import CardRunner
 from forebay_worker.kernels import card
@@ -27,7 +27,7 @@ from forebay_worker.kernels.linear_table import ROWS, Choice
 from forebay_worker.kernels.row_linear import RowConfig
 from forebay_worker.kernels.small_linear import LinearConfig, make_scratch
 from kernels import provenance
-from offline import MODELS
+from offline import MODELS, numbers
 
 REPLAYS, TIMES = 24, 3
 GAIN = 0.998  # of the time before: less is noise
