@@ -10,7 +10,7 @@ from forebay_shared.settings import StartError
     [
         ["--url", "http://127.0.0.1:1", "whoami"],
         ["whoami", "--url", "http://127.0.0.1:1"],
-        ["apply", "--url=http://127.0.0.1:1", "/dev/null", "--dry-run"],
+        ["usage", "--url=http://127.0.0.1:1", "--by", "team"],
         ["keys", "list", "--team", "red", "--url", "http://127.0.0.1:1"],
     ],
 )
