@@ -203,7 +203,7 @@ def _paged_decode_kernel(
     stride_v_block, stride_v_token, stride_v_head,
     HAS_TABLE_ROWS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    FP8: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    FP8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     kv_heads = tl.num_programs(0)
@@ -226,6 +226,7 @@ def _paged_decode_kernel(
     newest_k = block * stride_k_block + newest % BLOCK * stride_k_token + dim
     newest_v = block * stride_v_block + newest % BLOCK * stride_v_token + dim
 
+    AHEAD: tl.constexpr = not FP8
     WIDENED: tl.constexpr = FP8 and q.dtype.element_ty == tl.bfloat16
     QUERY: tl.constexpr = tl.float16 if WIDENED else q.dtype.element_ty
     query = tl.zeros((M, D), QUERY)
@@ -337,7 +338,7 @@ def paged_decode_attention(
         HAS_TABLE_ROWS=table_rows is not None, GROUP=group, PADDED=padded, M=max(16, padded),
         D=head_dim, BLOCK=k_cache.shape[1], TILE=plan.config.tile,
         SPLITS=max(1, min(16, _MERGED // (padded * head_dim))),
-        FP8=kv_scales is not None, AHEAD=kv_scales is None,
+        FP8=kv_scales is not None,
         OVERLAP=overlaps(q.device), launch_pdl=overlaps(q.device),
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     )  # fmt: skip
